@@ -16,7 +16,6 @@ import sys
 import traceback
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +37,9 @@ EXIT_START_FAILED = 3
 GPU_KV_SHARE = 0.85
 """Of what the weights leave free; the rest is for a step's activations."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
-"""Between two steps the workers of OpenMP sleep. They look for their next loop for some ten microseconds before that,
-which spans the gaps inside a step."""
+OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "500", "KMP_BLOCKTIME": "0"}
+"""Between two steps the workers of OpenMP sleep. They look for their next loop for some twenty microseconds before
+that, which spans the gaps inside a step; much longer, and they take the cores from the gateway and from each other."""
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.umask(0o077)
     arguments = sys.argv[1:] if arguments is None else arguments
     status = StatusLine(parse_status_fd(arguments))
+    heart = Heart(status)
+    heart.start()
     try:
         options = parse_options(arguments)
         if options.lifeline_fd is not None:
-            hold_lifeline(options.lifeline_fd, partial(_end_with_parent, options))
+            hold_lifeline(options.lifeline_fd, _end_with_parent)
         service = start(options, status)
     except StartError as error:
         log.error("cannot start: %s", error.message)
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         status.failed("internal_error", f"{type(error).__name__}: {error}")
         return EXIT_START_FAILED
-    return serve(service, status)
+    return serve(service, status, heart)
 
 
 def start(options: EngineOptions, status: StatusLine) -> EngineService:
@@ -85,6 +86,7 @@ def start(options: EngineOptions, status: StatusLine) -> EngineService:
     from radix_cache.cache import PrefixCache
 
     disable_progress_bar()
+    _check_device(options.device)
     _, folder = resolve(options.source, options.data_dir, status.progress)
     _check_weights_fit(options, folder)
     spec = models.load(
@@ -119,6 +121,17 @@ def start(options: EngineOptions, status: StatusLine) -> EngineService:
     gc.freeze()
     gc.disable()  # the step thread collects between steps
     return service
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise StartError(
+            "device_not_available",
+            f"--device cuda: torch {torch.__version__} finds no GPU here; take --device cpu, or a build of torch for "
+            "this machine's GPU and driver",
+        )
 
 
 def _check_weights_fit(options: EngineOptions, folder: Path) -> None:
@@ -179,20 +192,18 @@ def _hello(options: EngineOptions, spec: ModelSpec, n_blocks: int) -> Hello:
     )
 
 
-def _end_with_parent(options: EngineOptions) -> None:
+def _end_with_parent() -> None:
     log.info("the parent process is gone: ending")
-    options.socket_path.unlink(missing_ok=True)
-    os._exit(0)
+    os._exit(0)  # the socket stays: its next owner may have taken the path by now, and replaces a dead one anyway
 
 
-def serve(service: EngineService, status: StatusLine) -> int:
+def serve(service: EngineService, status: StatusLine, heart: Heart) -> int:
     """Until a signal or the end of the step loop. Returns the exit code."""
     signal.set_wakeup_fd(service.wake_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: service.terminate())
-    heart = Heart(status, service.beat)
     service.start()
+    heart.follow(service.beat)
     status.ready()
-    heart.start()
     try:
         return service.run()
     finally:

@@ -69,17 +69,25 @@ class StatusLine:
 
 
 class Heart(threading.Thread):
-    """Beats once a second from a thread of its own, so that a step which hangs is seen from outside."""
+    """Beats once a second from a thread of its own, so that a step which hangs is seen from outside, and a process
+    that was stopped while it loads."""
 
-    def __init__(self, status: StatusLine, beat: Callable[[], Beat]) -> None:
+    def __init__(self, status: StatusLine) -> None:
         super().__init__(name="heart", daemon=True)
         self._status = status
-        self._beat = beat
+        self._work: Callable[[], Beat] = lambda: Beat(0, 0.0, 0, 0)
         self._stopped = threading.Event()
+
+    def follow(self, work: Callable[[], Beat]) -> None:
+        """From now on tell what `work` says; before, there is none that could wait."""
+        self._work = work
+
+    def beat(self) -> None:
+        self._status.beat(self._work())
 
     def run(self) -> None:
         while True:
-            self._status.beat(self._beat())
+            self.beat()
             if self._stopped.wait(BEAT_S):
                 return
 

@@ -231,8 +231,10 @@ class Generation:
             events.append(output.finish(delta.output_index, "stop", output.text.stop_sequence))
         else:
             output.n_tokens = delta.n_tokens
-            if delta.finish_reason is not None:
+            if delta.finish_reason in ("stop", "length"):
                 events.append(output.finish(delta.output_index, delta.finish_reason))
+            # Of an output that failed or was cancelled, Finished tells why.
+            output.finished = delta.finish_reason is not None
         return events
 
     def _unfinished(self, finished: Finished) -> list[Event]:

@@ -26,6 +26,8 @@ MIN_SILENCE_S = 3.0
 """Beats come once a second; less than this is no silence."""
 LOADING_SILENCE_S = 600.0
 """Before the first beat: a stage of the start may take long."""
+LOADING_MIN_SILENCE_S = 30.0
+"""Between beats before the child is ready: importing a large library can hold all of its threads for seconds."""
 START_ATTEMPTS = 3
 DUMP_S = 1.0
 """How long a hanging child has to write its stacks after SIGUSR1."""
@@ -149,6 +151,7 @@ class Keeper:
 
     async def _listen(self, lines: asyncio.StreamReader) -> str | None:
         """Follow the status lines. Returns what is wrong with a child that hangs; None when the pipe has ended."""
+        floor_s = LOADING_MIN_SILENCE_S
         patience_s = max(LOADING_SILENCE_S, self._stall_s)
         while True:
             try:
@@ -163,13 +166,14 @@ class Keeper:
             if kind == "progress":
                 self._change(stage=str(message.get("stage", "")), fraction=_number(message.get("fraction")))
             elif kind == "ready":
-                patience_s = max(self._stall_s, MIN_SILENCE_S)
+                floor_s = MIN_SILENCE_S
+                patience_s = max(self._stall_s, floor_s)
                 self._change(stage="ready", up=True, fraction=None, message="")
                 self.ready.set()
             elif kind == "failed":
                 self._fail(message)
             elif kind == "beat":
-                patience_s = max(self._stall_s, MIN_SILENCE_S)
+                patience_s = max(self._stall_s, floor_s)
                 waiting_s = _number(message.get("waiting_s")) or 0.0
                 if waiting_s > self._stall_s:
                     return f"work has waited {waiting_s:.0f} s without a finished step"

@@ -24,8 +24,9 @@ from tenants import records, recovery
 from tenants.model import CloseEvent, LedgerEvent, Status, TokenUsage
 from tenants.pricing import PriceVersion
 from tenants.records import OpenRecord, ProgressRecord
+from tenants.segments import SEGMENT_BYTES, SpoolFiles
 from tenants.shipper import Shipper, Source
-from tenants.spool import SEGMENT_BYTES, Spool, SpoolFiles
+from tenants.spool import Spool
 
 PROGRESS_TOKENS = 16
 PROGRESS_S = 0.25

@@ -12,7 +12,7 @@ import msgspec
 from tenants import records
 from tenants.model import LedgerEvent, Status, Timings, TokenUsage
 from tenants.records import OpenRecord, ProgressRecord
-from tenants.spool import SpoolFiles, SpoolLocked, end_of, orphans, read_all, write_atomically
+from tenants.segments import SpoolFiles, SpoolLocked, end_of, orphans, read_all, write_atomically
 
 _log = logging.getLogger(__name__)
 _NOTHING = TokenUsage()

@@ -20,7 +20,7 @@ from redis.exceptions import NoScriptError
 
 from tenants import records, store
 from tenants.model import LedgerEvent, StoreUnavailable
-from tenants.spool import START, Position, bytes_between, end_of, read
+from tenants.segments import START, Position, bytes_between, end_of, read
 
 BATCH_EVENTS = 256
 CHECK_S = 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -38,9 +37,3 @@ def redis_url(valkey_socket: Path) -> str:
     with SyncRedis.from_url(url) as redis:
         redis.flushall()
     return url
-
-
-@pytest.fixture
-def run():
-    """Run a coroutine function to its end: `run(main)`."""
-    return lambda main: asyncio.run(main())

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import os
 import random
+import select
 import signal
+import subprocess
 import sys
 import time
 from array import array
@@ -15,7 +17,7 @@ import pytest
 from engine.client import EngineClient
 from engine.null import null_hello
 from engine.protocol import Delta, Finished, Sampling, Submit, encode
-from tests.engine.engine_process import VOCAB_SIZE, EngineProcess, save_tiny_llama
+from tests.engine.engine_process import ROOT, VOCAB_SIZE, EngineProcess, save_tiny_llama
 from tests.engine.test_server import Peer
 
 pytestmark = pytest.mark.anyio
@@ -358,7 +360,29 @@ def test_the_engine_ends_when_its_parent_is_gone(model_dir):
         process.wait_for("ready")
         process.cut_lifeline()
         assert process.exit_code() == 0
-        assert not process.path.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the kernel's death signal is Linux's")
+def test_even_a_stopped_engine_ends_when_its_parent_is_killed(tmp_path):
+    parent_code = (
+        "import os, subprocess, sys\n"
+        "lifeline, held = os.pipe()\n"
+        "command = [sys.executable, '-m', 'engine.process', '--lifeline-fd', str(lifeline), *sys.argv[1:]]\n"
+        "child = subprocess.Popen(command, pass_fds=(lifeline,))\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    line = ["--model", "m", "--source", "/nowhere", "--data-dir", tmp_path, "--socket", tmp_path / "s"]
+    command = [sys.executable, "-c", parent_code, *map(str, line)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        watched = os.pidfd_open(pid)
+        while "importing torch" not in parent.stderr.readline():
+            pass
+        os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+        assert select.select([watched], [], [], 30)[0] == [watched]
+        os.close(watched)
 
 
 def test_stacks_are_dumped_on_demand(model_dir):
@@ -378,10 +402,11 @@ def test_stacks_are_dumped_on_demand(model_dir):
         ("/nowhere/model", (), "model_not_found", "/nowhere/model"),
         (None, ("--kv-blocks", 10**9), "kv_memory_too_small", "are free"),
         (None, ("--block-size", 0), "invalid_option", "--block-size"),
+        (None, ("--device", "cuda"), "device_not_available", "--device cpu"),
     ],
 )
 def test_a_start_that_fails_says_why_with_exit_code_3(model_dir, source, extra, code, words):
-    with EngineProcess(source or model_dir, *extra) as process:
+    with EngineProcess(source or model_dir, *extra, env={"CUDA_VISIBLE_DEVICES": ""}) as process:
         assert process.exit_code() == 3
         process.stderr()
         failed = [line for line in process.lines.queue if line["type"] == "failed"]

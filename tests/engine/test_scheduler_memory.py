@@ -91,7 +91,7 @@ def test_the_youngest_of_the_tenant_that_holds_most_gives_way(rig):
     assert [r.output(name) for name in ("a1", "a2", "b1")] == [r.undisturbed(name) for name in ("a1", "a2", "b1")]
 
 
-def test_a_tenant_of_twice_the_weight_may_hold_twice_as_much(rig):
+def test_a_tenant_of_more_weight_may_hold_more(rig):
     r = rig(n_blocks=17, block_size=4)
     r.scheduler.queue.set_weight("acme", 3.0)
     r.submit("a1", range(12), max_tokens=30, owner="acme")
@@ -110,7 +110,7 @@ def test_the_oldest_is_never_preempted(rig):
         r.submit(f"r{i}", range(100 * i, 100 * i + 8), max_tokens=10, owner="bolt")
     r.run()
     assert r.finished("oldest").preemptions == 0
-    assert len(r.finished("oldest").output_tokens) == 1
+    assert r.output("oldest") == r.undisturbed("oldest")
 
 
 def test_less_than_a_block_is_wasted_per_sequence(rig):
@@ -142,3 +142,18 @@ def test_a_prefill_without_memory_does_not_stop_the_decodes(rig):
     r.run()
     assert r.output("a") == r.undisturbed("a")
     assert r.output("b") == r.undisturbed("b")
+
+
+def test_a_victim_whose_block_copy_is_not_made_yet_gives_nothing_of_it_to_the_tree(rig):
+    """Three samples diverge in the step in which three others need a block: one that was to copy is preempted."""
+    r = rig(n_blocks=18, block_size=4, max_batch_tokens=20)
+    r.submit("a", range(5), max_tokens=60, owner="acme")
+    r.step()
+    r.submit("b", range(100, 134), max_tokens=30, owner="bolt", n=3)
+    r.step()
+    for i in range(3):
+        r.submit(f"c{i}", range(300 + 100 * i, 307 + 100 * i), max_tokens=30, owner="acme")
+    r.run()
+    assert r.finished("b").preemptions >= 2
+    assert [r.output("b", i) for i in range(3)] == [r.undisturbed("b", i) for i in range(3)]
+    assert [r.output(f"c{i}") for i in range(3)] == [r.undisturbed(f"c{i}") for i in range(3)]

@@ -27,9 +27,9 @@ def test_random_traffic_under_faults(seed):
     assert report.requests > 0
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
+@pytest.mark.parametrize("seed", range(100, 104))
 def test_random_traffic_under_faults_on_the_naive_store(seed):
-    run(seed, 300, NaiveCache)
+    run(seed, 200, NaiveCache)
 
 
 @pytest.mark.parametrize("seed", range(200, 206))

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tenants import spool, store
+from tenants import segments, store
 from tenants.ledger import Entry, Ledger
 from tests.tenants.support import PROMPT, book, closing, opening
 
@@ -60,7 +60,7 @@ async def main(place: str, data_dir: Path, url: str) -> None:
         await ledger.open(opening("other"))
         die()
     if place == "before_fsync":
-        spool.sync_file = lambda fd: die()
+        segments.sync_file = lambda fd: die()
     await entry.close(closing(50))
     tell(request_id="last", billed=50)
     if place == "after_close":

@@ -12,8 +12,9 @@ from tenants.ledger import PROGRESS_S, PROGRESS_TOKENS, Ledger
 from tenants.model import Status, TokenUsage
 from tenants.records import OpenRecord, ProgressRecord
 from tenants.recovery import adopt_orphans
+from tenants.segments import SpoolFiles, end_of, read_all
 from tenants.shipper import Shipper, Source
-from tenants.spool import SpoolFiles, SpoolFull, end_of, read_all
+from tenants.spool import SpoolFull
 from tests.tenants.support import (
     COST_NANO_USD,
     NOW_S,

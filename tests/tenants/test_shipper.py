@@ -11,8 +11,8 @@ from tenants import store
 from tenants.ledger import Ledger
 from tenants.model import TokenUsage
 from tenants.pricing import Prices, PriceVersion
+from tenants.segments import end_of
 from tenants.shipper import BATCH_EVENTS, Shipper, Source
-from tenants.spool import end_of
 from tests.tenants.support import (
     COST_NANO_USD,
     OUTPUT_NANO_USD,
@@ -63,6 +63,23 @@ def test_the_same_spool_replayed_twice_counts_once(tmp_path: Path, redis_url: st
                 await replay(redis, path)
                 for tenant, n_events in (("t_0", 334), ("t_1", 333), ("t_2", 333)):
                     await assert_booked_once(redis, tenant, n_events)
+                    # The sequence alone is enough; the ids are the fence behind it.
+                    await redis.delete("none", *[key for key in await redis.keys(f"*{{{tenant}}}:seen:*")])
+
+    run(main)
+
+
+def test_an_event_whose_predecessor_is_missing_leaves_no_trace(tmp_path: Path, redis_url: str) -> None:
+    async def main() -> None:
+        path = await written_spool(tmp_path, 3)
+        async with redis_client(redis_url) as redis:
+            source = Source(path, lambda: end_of(path), {})
+            source.fill()
+            shipper = Shipper(redis)
+            assert await shipper._send(source.spool_id, source.batch[1:]) == [-1, -1]
+            assert await redis.keys("*{t_0}*") == []
+            assert await shipper._send(source.spool_id, source.batch) == [1, 1, 1]
+            assert await shipper._send(source.spool_id, source.batch[1:]) == [0, 0]
 
     run(main)
 

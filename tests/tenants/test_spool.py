@@ -11,20 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenants import frames, spool
+from tenants import frames, segments
 from tenants.frames import HEADER_BYTES, SpoolVersionError
-from tenants.spool import (
-    START,
-    Position,
-    Spool,
-    SpoolFailed,
-    SpoolFiles,
-    SpoolFull,
-    SpoolLocked,
-    end_of,
-    read,
-    read_all,
-)
+from tenants.segments import START, Position, SpoolFiles, SpoolLocked, end_of, read, read_all
+from tenants.spool import Spool, SpoolFailed, SpoolFull
 from tests.tenants.support import run
 
 
@@ -128,7 +118,7 @@ def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_spool_has_one_owner(tmp_path: Path) -> None:
     files = written(tmp_path, [b"one"])
-    script = "import sys, pathlib; from tenants.spool import SpoolFiles; SpoolFiles.adopt(pathlib.Path(sys.argv[1]))"
+    script = "import sys, pathlib; from tenants.segments import SpoolFiles; SpoolFiles.adopt(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", script, str(files.path)]
     other = subprocess.run(command, capture_output=True, text=True, check=False)
     assert f"SpoolLocked: the spool {files.path} belongs to a running process" in other.stderr
@@ -167,9 +157,9 @@ class Disk:
         self.free_bytes = 1 << 40
         self.syncs = 0
         self.sync_error: OSError | None = None
-        self._write_all, self._sync = frames.write_all, spool.sync_file
+        self._write_all, self._sync = frames.write_all, segments.sync_file
         monkeypatch.setattr(frames, "write_all", self.write_all)
-        monkeypatch.setattr(spool, "sync_file", self.sync_file)
+        monkeypatch.setattr(segments, "sync_file", self.sync_file)
 
     def write_all(self, fd: int, data: bytes) -> None:
         self._write_all(fd, data[: self.free_bytes])

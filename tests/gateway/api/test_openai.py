@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from array import array
 
 import openai
 import pytest
 
-from engine.protocol import EngineError, TokenLogprob
+from engine.client import Stream
+from engine.protocol import Accepted, Delta, EngineError, Finished, PromptRecord, Submit, TokenLogprob
 from tests.gateway.conftest import REPLY
 from tests.gateway.support import PROMPT, TEMPLATE, LiveGateway
 
@@ -48,8 +50,6 @@ def test_async_client(gateway: LiveGateway, run):
 
 def test_the_prompt_is_the_template_and_its_special_tokens_come_once(gateway: LiveGateway):
     gateway.chat(max_tokens=1)
-    from array import array
-
     ids = array("i", gateway.engine.submitted[-1].prompt_ids)
     backend = gateway.tokenizer._backend
     assert backend.decode(list(ids), skip_special_tokens=False) == (
@@ -216,8 +216,6 @@ def test_chat_logprobs_spell_the_text(gateway: LiveGateway):
 
 def with_logprobs(gateway: LiveGateway, text: str) -> None:
     """Make the engine's next streams report -inf for each token, which JSON cannot say."""
-    from engine.protocol import Delta
-
     engine, submit = gateway.engine, type(gateway.engine).submit
     gateway.reply(text)
 
@@ -326,3 +324,20 @@ def test_models(gateway: LiveGateway):
     with pytest.raises(openai.NotFoundError) as missing:
         client.models.retrieve("nope")
     assert missing.value.code == "model_not_found"
+
+
+def test_an_output_that_fails_in_mid_stream_has_no_finish_reason_but_an_error(gateway: LiveGateway, monkeypatch):
+    def submit(request: Submit) -> Stream:
+        stream = Stream(request, lambda message: None, max_unread_tokens=1000)
+        stream.receive(Accepted(request.request_id, PromptRecord(uncached=N_PROMPT), 0.0))
+        stream.receive(Delta(request.request_id, 0, (40, 41), 2, "error"))
+        failed = EngineError("step_failed", "secret words of the engine")
+        stream.receive(Finished(request.request_id, PromptRecord(uncached=N_PROMPT), (2,), ("error",), error=failed))
+        return stream
+
+    monkeypatch.setattr(gateway.engine, "submit", submit)
+    answer = gateway.chat(stream=True)
+    *chunks, error = events(answer.text)
+    assert answer.status_code == 200 and "secret" not in answer.text
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert error["error"]["code"] == "engine_error" and set(error) == {"error"}
