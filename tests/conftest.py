@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis as SyncRedis
@@ -37,3 +39,9 @@ def redis_url(valkey_socket: Path) -> str:
     with SyncRedis.from_url(url) as redis:
         redis.flushall()
     return url
+
+
+@pytest.fixture
+def run() -> Callable[[Callable[[], Awaitable[Any]]], Any]:
+    """Run a coroutine function to its end: `run(main)`."""
+    return lambda main: asyncio.run(main())  # type: ignore[arg-type]

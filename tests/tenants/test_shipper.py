@@ -64,7 +64,7 @@ def test_the_same_spool_replayed_twice_counts_once(tmp_path: Path, redis_url: st
                 for tenant, n_events in (("t_0", 334), ("t_1", 333), ("t_2", 333)):
                     await assert_booked_once(redis, tenant, n_events)
                     # The sequence alone is enough; the ids are the fence behind it.
-                    await redis.delete("none", *[key for key in await redis.keys(f"*{{{tenant}}}:seen:*")])
+                    await redis.delete("none", *await redis.keys(f"*{{{tenant}}}:seen:*"))
 
     run(main)
 
