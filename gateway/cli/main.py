@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "tenant": Subcommand("gateway.cli.tenant", "Create, list and disable tenants."),
     "key": Subcommand("gateway.cli.key", "Create, list and revoke keys."),
     "usage": Subcommand("gateway.cli.usage", "What tenants used and what it cost."),
+    "trace": Subcommand("gateway.cli.trace", "Replay recorded traffic: hit rate by size of the store."),
     "config": Subcommand("gateway.cli.config", "Show the settings and where each comes from."),
     "doctor": Subcommand("gateway.cli.doctor", "Check this machine and this installation."),
 }
