@@ -99,17 +99,19 @@ class Bill:
     async def close(self, finished: Finished | None, status: Status) -> Usage:
         """Book the end; returns when that is durable, or queued in memory when the disk refuses it.
 
-        A client that left pays for what was computed and generated. A request that failed costs what of it had
-        reached the client: nothing, when that was nothing.
+        The engine's totals are booked whatever happened, so that its counters and the ledger agree. A client that left
+        pays for what was computed and generated; a request that failed before anything of it reached the client is
+        waived.
         """
         usage = TokenUsage()
-        if finished is not None and (status is not Status.FAILED or self._handed_tokens is not None):
+        if finished is not None:
             try:
                 usage = token_usage(finished.prompt, sum(finished.output_tokens))
             except ValueError as error:
                 log.error("the engine's numbers for %s cannot be booked: %s", self._entry.request.request_id, error)
                 status = Status.FAILED
-        event = CloseEvent(usage, status, _reason(finished), self._timings(finished))
+        waived = status is Status.FAILED and self._handed_tokens is None
+        event = CloseEvent(usage, status, _reason(finished), self._timings(finished), waived=waived)
         try:
             await self._entry.close(event)
         except (SpoolFull, SpoolFailed) as error:

@@ -262,6 +262,7 @@ class Ledger:
             finished_at=self._clock() if close.finished_at is None else close.finished_at,
             engine_boot_id=request.engine_boot_id if close.engine_boot_id is None else close.engine_boot_id,
             sequence=previous + 1,
+            waived=close.waived,
         )
         self._last[request.tenant_id] = previous + 1
         self._spool.drop_latest(request.request_id)

@@ -257,6 +257,8 @@ class CloseEvent:
     """Seconds since 1970; None takes the ledger's clock."""
     engine_boot_id: str | None = None
     """None keeps the one given at OPEN."""
+    waived: bool = False
+    """The tokens are booked, as the engine counted them, and cost nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

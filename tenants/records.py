@@ -73,8 +73,9 @@ def close_event(
     finished_at: float,
     engine_boot_id: str,
     sequence: int,
+    waived: bool = False,
 ) -> LedgerEvent:
-    """The ledger event of a request, priced by the version it was opened with."""
+    """The ledger event of a request, priced by the version it was opened with unless its cost is waived."""
     return LedgerEvent(
         request_id=request.request_id,
         x_request_id=request.x_request_id,
@@ -84,7 +85,7 @@ def close_event(
         instance=request.instance,
         engine_boot_id=engine_boot_id,
         price_version=request.price.id,
-        cost_nano_usd=request.price.cost_nano_usd(usage),
+        cost_nano_usd=0 if waived else request.price.cost_nano_usd(usage),
         usage=usage,
         status=status,
         finish_reason=finish_reason,

@@ -120,7 +120,7 @@ def test_an_engine_that_dies_ends_the_stream_with_an_error_event(slow: LiveGatew
     assert 19 <= event["usage"]["output"] < 200
 
 
-def test_an_unstreamed_request_that_fails_costs_nothing(slow: LiveGateway):
+def test_an_unstreamed_request_that_fails_is_booked_and_costs_nothing(slow: LiveGateway):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(slow.chat()))
     thread.start()
@@ -132,7 +132,8 @@ def test_an_unstreamed_request_that_fails_costs_nothing(slow: LiveGateway):
     assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "engine_died"
     assert answers[0].headers["retry-after"]
     event = only_event(slow)
-    assert (event["status"], event["cost_nano_usd"], event["usage"]["output"]) == ("failed", 0, 0)
+    assert (event["status"], event["cost_nano_usd"]) == ("failed", 0)
+    assert event["usage"]["output"] > 3 and event["usage"]["written_unleased"] == 10
 
 
 def test_while_the_engine_is_away_the_answer_is_503_and_nothing_is_booked(slow: LiveGateway):
