@@ -21,8 +21,9 @@ from radix_cache.blocks import BlockPool, Blocks, InvariantError
 from radix_cache.children import TOKEN_BYTES, common_prefix
 from radix_cache.eviction import POLICIES, Evictor
 from radix_cache.holding import BlockCopy, Holding, Pin
+from radix_cache.leases import EarlyEnd, Leases, Refusal
 from radix_cache.merging import settle
-from radix_cache.owners import PUBLIC, Namespace, Owner, Owners, QuotaError
+from radix_cache.owners import DEFAULT_PIN_BUDGET, PUBLIC, Namespace, Owner, Owners, QuotaError
 from radix_cache.stats import CacheStats, OwnerStats
 from radix_cache.tree import BLOCK_ID_BYTES, Match, Node, RadixTree
 
@@ -30,6 +31,7 @@ __all__ = [
     "PUBLIC",
     "BlockCopy",
     "CacheStats",
+    "EarlyEnd",
     "Holding",
     "InvariantError",
     "Namespace",
@@ -37,6 +39,7 @@ __all__ = [
     "PrefixCache",
     "Probe",
     "QuotaError",
+    "Refusal",
 ]
 
 Ids: TypeAlias = "bytes | memoryview | array[int] | npt.NDArray[np.int32]"
@@ -53,11 +56,18 @@ class Probe(NamedTuple):
 class PrefixCache:
     """`n_blocks` physical blocks of `block_size` tokens, shared by equal prompts of one namespace.
 
-    `policy` names the order in which an owner's own blocks are given up (see eviction.POLICIES).
+    `policy` names the order in which an owner's own blocks are given up (see eviction.POLICIES). Leases leave room for
+    one sequence of `longest_tokens`.
     """
 
     def __init__(
-        self, n_blocks: int, block_size: int, *, clock: Callable[[], float] = time.monotonic, policy: str = "lru"
+        self,
+        n_blocks: int,
+        block_size: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        policy: str = "lru",
+        longest_tokens: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, got block_size {block_size}")
@@ -70,6 +80,8 @@ class PrefixCache:
         self._owners = Owners(n_blocks, POLICIES[policy])
         self._tree = RadixTree(block_size, self._pool, self._owners.public, self._rank)
         self._evictor = Evictor(self._owners, self._tree)
+        self._leases = Leases(self._tree, self._owners, n_blocks, clock)
+        self._leases.longest_blocks = -(-longest_tokens // block_size)
         self._live: set[Holding] = set()
         self._lock = threading.Lock()
 
@@ -94,6 +106,7 @@ class PrefixCache:
         _check_namespace(ns)
         key = _key(ids, 0, None)
         with self._lock:
+            self._leases.expire()
             holding = Holding(ns, self._owners.get(ns[0]), len(key) // TOKEN_BYTES, None)
             if use_cache:
                 holding.node = self._tree.root(ns)
@@ -114,6 +127,7 @@ class PrefixCache:
             source = int.from_bytes(match.node.blocks[at : at + BLOCK_ID_BYTES], "little")
         holding.node = tree.stem(match)
         tree.lock(holding.node)
+        self._leases.renew(holding.node)
         if n_partial:
             pool.refs[source] += 1
             holding.pin = Pin(source, match.node.owner)
@@ -123,6 +137,7 @@ class PrefixCache:
                 tree.unlock(holding.node)
                 return False
             holding.copies.append(BlockCopy(source, int(target[0]), n_partial))
+            holding.copied_tokens = holding.cached_tokens
         path = tree.path_blocks(holding.node)
         pool.retain(path)
         holding.append(path)
@@ -175,6 +190,7 @@ class PrefixCache:
             for node in nodes:
                 if node.n_blocks:
                     settle(self._tree, node)
+            self._leases.attach_ready()
 
     def revoke(self, fence: int) -> list[Holding]:
         """That step failed: what it published leaves the tree, and everything below it.
@@ -236,6 +252,24 @@ class PrefixCache:
                 return True
         return False
 
+    # --- leases ---------------------------------------------------------------------------------------------------
+
+    def lease(self, holding: Holding, offset_tokens: int, ttl_s: float) -> Refusal | None:
+        """Promise that the whole blocks of the first offset_tokens of the holding's prompt stay resident for ttl_s
+        seconds from now, and anew from every read. None: granted; else why not, and nothing has changed."""
+        with self._lock:
+            self._check_live(holding)
+            n_blocks = min(offset_tokens, holding.prompt_tokens) // self.block_size
+            refusal = self._leases.grant(holding, n_blocks, ttl_s)
+            holding.owner.counters.leases_granted += refusal is None
+            holding.owner.counters.leases_refused += refusal is not None
+            return refusal
+
+    def end_leases(self, owner: str | None = None) -> list[EarlyEnd]:
+        """End the leases of one owner, or all, before their time. Returns what was promised and not kept."""
+        with self._lock:
+            return self._leases.end(None if owner is None else self._owners.get(owner))
+
     # --- parallel samples -----------------------------------------------------------------------------------------
 
     def fork(self, holding: Holding) -> Holding:
@@ -248,6 +282,7 @@ class PrefixCache:
             twin.cached_tokens = holding.cached_tokens
             twin.cached_public_tokens = holding.cached_public_tokens
             twin.published_tokens = holding.published_tokens
+            twin.copied_tokens = holding.copied_tokens
             twin.counted = True
             twin.append(holding.blocks)
             self._pool.retain(twin.blocks)
@@ -273,7 +308,10 @@ class PrefixCache:
             tail[shared] = fresh
             self._drop_blocks(holding.owner, old)
             n_kept = first_token % self.block_size
-            return [BlockCopy(int(old[0]), int(fresh[0]), n_kept)] if shared[0] == 0 and n_kept else []
+            if shared[0] > 0 or n_kept == 0:
+                return []
+            holding.copied_tokens = first_token
+            return [BlockCopy(int(old[0]), int(fresh[0]), n_kept)]
 
     # --- letting go -----------------------------------------------------------------------------------------------
 
@@ -284,12 +322,15 @@ class PrefixCache:
             self._check_live(holding)
             if n_tokens > holding.n_blocks * self.block_size:
                 raise ValueError(f"{n_tokens} computed tokens in {holding.n_blocks} blocks of {self.block_size}")
-            # What was only copied is not sealed again: the step that runs the copy may still fail.
-            if holding.node is not None and n_tokens > max(holding.published_tokens, holding.cached_tokens):
+            if holding.node is not None:
                 end = n_tokens
                 last = n_tokens // self.block_size
-                if last == 0 or (n_tokens % self.block_size and self._pool.refs[holding.table[last]] > 1):
-                    end = last * self.block_size  # too short to keep, or a parallel sample still writes there
+                if n_tokens % self.block_size and (
+                    last == 0  # too short to keep
+                    or n_tokens <= holding.copied_tokens  # the step that runs the copy may still fail
+                    or self._pool.refs[holding.table[last]] > 1  # a parallel sample still writes there
+                ):
+                    end = last * self.block_size
                 if end > holding.published_tokens:
                     self._publish(holding, holding.node, _key(ids, holding.published_tokens, end), None)
             self._let_go(holding)
@@ -316,11 +357,26 @@ class PrefixCache:
 
     # --- operating ------------------------------------------------------------------------------------------------
 
-    def set_quota(self, owner: str, *, reserve: float = 0.0, ceiling: float = 1.0, weight: float = 1.0) -> None:
-        """What neighbours cannot take from `owner`, and what it cannot exceed, as fractions of the pool; and how dear
-        its blocks are next to others' of the same age. Raises QuotaError."""
+    def set_quota(
+        self,
+        owner: str,
+        *,
+        reserve: float = 0.0,
+        ceiling: float = 1.0,
+        weight: float = 1.0,
+        pin_budget: float = DEFAULT_PIN_BUDGET,
+    ) -> None:
+        """What neighbours cannot take from `owner`, what it cannot exceed and what its leases may hold, as fractions of
+        the pool; and how dear its blocks are next to others' of the same age. Raises QuotaError."""
         with self._lock:
-            self._owners.set_quota(owner, reserve=reserve, ceiling=ceiling, weight=weight)
+            self._owners.set_quota(
+                owner,
+                reserve=reserve,
+                ceiling=ceiling,
+                weight=weight,
+                pin_budget=pin_budget,
+                spoken_for_blocks=self._leases.pinned_blocks + self._leases.longest_blocks,
+            )
             self._rank(self._owners.get(owner))
 
     @property
@@ -330,6 +386,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         with self._lock:
+            self._leases.expire()
             return stats.collect(self._pool, self._tree, self._owners.all())
 
     def check_invariants(self, holdings: Iterable[Holding] | None = None) -> None:
@@ -339,7 +396,7 @@ class PrefixCache:
                 raise InvariantError(
                     f"{len(known - self._live)} holdings are not known to the cache, {len(self._live - known)} are lost"
                 )
-            invariants.check(self._pool, self._tree, self._owners, self._live)
+            invariants.check(self._pool, self._tree, self._owners, self._live, self._leases)
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
@@ -375,6 +432,8 @@ class PrefixCache:
     def _let_go(self, holding: Holding) -> None:
         self._live.remove(holding)
         self._unpin(holding)
+        self._leases.attach_ready()
+        self._leases.forget(holding)
         if holding.node is not None:
             self._tree.unlock(holding.node)
         self._drop_blocks(holding.owner, holding.blocks)

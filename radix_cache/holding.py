@@ -34,6 +34,7 @@ class Holding:
     __slots__ = (
         "cached_public_tokens",
         "cached_tokens",
+        "copied_tokens",
         "copies",
         "counted",
         "n_blocks",
@@ -59,6 +60,8 @@ class Holding:
         self.cached_public_tokens = 0
         self.copies: list[BlockCopy] = []
         """To be run before the first step that writes."""
+        self.copied_tokens = 0
+        """Where the last copy ends: a block that ends there has only been copied, perhaps by a step that fails."""
         self.published_tokens = 0
         """Whole blocks up to here are in the tree, which holds this path for the sequence."""
         self.pin: Pin | None = None

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from radix_cache.blocks import BlockPool, InvariantError
 from radix_cache.eviction import RecencyList
 from radix_cache.holding import Holding
+from radix_cache.leases import Leases
 from radix_cache.owners import PUBLIC, Owner, Owners
 from radix_cache.tree import Node, RadixTree
 
 
-def check(pool: BlockPool, tree: RadixTree, owners: Owners, holdings: Iterable[Holding]) -> None:
+def check(pool: BlockPool, tree: RadixTree, owners: Owners, holdings: Iterable[Holding], leases: Leases) -> None:
     """Raises InvariantError naming the first thing that is wrong. O(blocks + nodes + tables)."""
     holdings = list(holdings)
     nodes = [node for root in tree.roots.values() for node in root.descendants()]
     _check_shape(tree, nodes)
     _check_blocks(pool, nodes, holdings)
     _check_holdings(tree, holdings)
-    _check_locks(tree, nodes, holdings)
+    _check_locks(tree, nodes, holdings, leases)
+    _check_leases(owners, nodes, leases)
     _check_owners(pool, owners, nodes)
     for owner in owners.all():
         _check_policy(owner, [node for node in nodes if node.owner is owner])
@@ -105,18 +107,33 @@ def _check_holdings(tree: RadixTree, holdings: list[Holding]) -> None:
             )
 
 
-def _check_locks(tree: RadixTree, nodes: list[Node], holdings: list[Holding]) -> None:
-    locks: Counter[Node] = Counter()
-    for holding in holdings:
-        node = holding.node
-        while node is not None and node.parent is not None:
-            locks[node] += 1
-            node = node.parent
+def _path(node: Node | None) -> Iterator[Node]:
+    """From `node` up to the last one below the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _check_locks(tree: RadixTree, nodes: list[Node], holdings: list[Holding], leases: Leases) -> None:
+    ends = [holding.node for holding in holdings] + [lease.node for lease in leases.active]
+    locks = Counter(node for end in ends for node in _path(end))
     for node in nodes:
         _require(node.locks == locks[node], f"{_name(node)}: {node.locks} locks counted, {locks[node]} found")
-    _require(locks.keys() <= set(nodes), "a holding builds on a node that is not in the tree")
+    _require(locks.keys() <= set(nodes), "a holding or a lease builds on a node that is not in the tree")
     locked = sum(node.n_blocks for node in nodes if node.locks)
     _require(locked == tree.locked_blocks, f"{tree.locked_blocks} locked blocks counted, {locked} found")
+
+
+def _check_leases(owners: Owners, nodes: list[Node], leases: Leases) -> None:
+    counts = Counter(node for lease in leases.active for node in _path(lease.node))
+    for lease in leases.active:
+        _require(lease.node is not None and lease.node.lease is lease, f"a lease of {lease.owner.name!r} lost its node")
+    for node in nodes:
+        _require(node.leases == counts[node], f"{_name(node)}: {node.leases} leases counted, {counts[node]} found")
+        _require(node.lease is None or node.lease in leases.active, f"{_name(node)}: keeps a lease that has ended")
+    for owner in owners.all():
+        leased = sum(node.n_blocks for node in nodes if node.owner is owner and node.leases)
+        _require(owner.leased_blocks == leased, f"owner {owner.name!r}: leased blocks")
 
 
 def _check_owners(pool: BlockPool, owners: Owners, nodes: list[Node]) -> None:

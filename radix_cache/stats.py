@@ -22,8 +22,11 @@ class OwnerStats:
     evicted_by_others_blocks: int
     flushed_blocks: int
     revoked_blocks: int
+    leases_granted: int
+    leases_refused: int
     tree_blocks: int
     locked_blocks: int
+    leased_blocks: int
     private_blocks: int
     reserve_blocks: int
     ceiling_blocks: int
@@ -78,8 +81,11 @@ def _of(owner: Owner) -> OwnerStats:
         evicted_by_others_blocks=counters.evicted_by_others_blocks,
         flushed_blocks=counters.flushed_blocks,
         revoked_blocks=counters.revoked_blocks,
+        leases_granted=counters.leases_granted,
+        leases_refused=counters.leases_refused,
         tree_blocks=owner.tree_blocks,
         locked_blocks=owner.locked_blocks,
+        leased_blocks=owner.leased_blocks,
         private_blocks=owner.private_blocks,
         reserve_blocks=owner.reserve_blocks,
         ceiling_blocks=owner.ceiling_blocks,

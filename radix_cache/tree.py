@@ -12,7 +12,7 @@ descendants. Unlocked nodes are known to their owner's eviction policy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from radix_cache.blocks import BlockPool, Blocks
 from radix_cache.children import TOKEN_BYTES, Children, common_prefix
 from radix_cache.eviction import Link
 from radix_cache.owners import PUBLIC, Namespace, Owner
+
+if TYPE_CHECKING:
+    from radix_cache.leases import Lease
 
 BLOCK_ID_BYTES = 4
 
@@ -33,6 +36,8 @@ class Node(Link):
         "children",
         "edge",
         "fence",
+        "lease",
+        "leases",
         "listed",
         "locks",
         "mark",
@@ -57,6 +62,8 @@ class Node(Link):
         self.branches: dict[Namespace, Children] | None = None
         self.locks = 0
         self.fence: int | None = None  # the step that computes it, until that is confirmed
+        self.lease: Lease | None = None  # the one that ends here
+        self.leases = 0  # on this node and below
         self.listed = False  # known to the owner's policy
         self.used_at = 0
         self.mark: Any = None
@@ -204,6 +211,7 @@ class RadixTree:
         cut = n_blocks * self.block_bytes
         upper = Node(node.ns, node.owner, node.edge[:cut], node.blocks[: n_blocks * BLOCK_ID_BYTES])
         upper.locks, upper.fence, upper.used_at, upper.mark = node.locks, node.fence, node.used_at, node.mark
+        upper.leases = node.leases
         if upper.fence is not None:
             self.fenced[upper.fence].append(upper)
         upper.parent = parent = node.parent

@@ -111,9 +111,10 @@ class Store(RuleBasedStateMachine):
 
     def finish(self, sequence: Sequence) -> None:
         holding, n = sequence.holding, sequence.n_computed
-        if holding.node is not None and n > holding.cached_tokens and n >= BLOCK_SIZE:
-            shared = n % BLOCK_SIZE and self.engine.cache._pool.refs[holding.blocks[n // BLOCK_SIZE]] > 1
-            end = n // BLOCK_SIZE * BLOCK_SIZE if shared else n
+        if holding.node is not None:
+            whole = n // BLOCK_SIZE * BLOCK_SIZE
+            sealed = 0 < whole < n != holding.copied_tokens
+            end = n if sealed and self.engine.cache._pool.refs[holding.blocks[n // BLOCK_SIZE]] == 1 else whole
             self.published.append((sequence.ns, tuple(sequence.tokens[:end]), None))
         self.engine.release(sequence)
 
