@@ -20,6 +20,8 @@ from radix_cache import invariants, stats
 from radix_cache.blocks import BlockPool, Blocks, InvariantError
 from radix_cache.children import TOKEN_BYTES, common_prefix
 from radix_cache.eviction import POLICIES, Evictor
+from radix_cache.explain import Explanation, explain, next_block, public_bytes
+from radix_cache.ghosts import Cause, Ghost
 from radix_cache.holding import BlockCopy, Holding, Pin
 from radix_cache.leases import EarlyEnd, Leases, Refusal
 from radix_cache.merging import settle
@@ -44,6 +46,10 @@ __all__ = [
 
 Ids: TypeAlias = "bytes | memoryview | array[int] | npt.NDArray[np.int32]"
 """Token ids as int32, from the first token of the sequence on: bytes, or anything with a buffer of int32."""
+
+
+REGRET_S = 3600.0
+"""Blocks that are wanted again so soon after their eviction count as regretted."""
 
 
 class Probe(NamedTuple):
@@ -79,7 +85,7 @@ class PrefixCache:
         self._pool = BlockPool(n_blocks)
         self._owners = Owners(n_blocks, POLICIES[policy])
         self._tree = RadixTree(block_size, self._pool, self._owners.public, self._rank)
-        self._evictor = Evictor(self._owners, self._tree)
+        self._evictor = Evictor(self._owners, self._tree, clock)
         self._leases = Leases(self._tree, self._owners, n_blocks, clock)
         self._leases.longest_blocks = -(-longest_tokens // block_size)
         self._live: set[Holding] = set()
@@ -118,6 +124,7 @@ class PrefixCache:
     def _take_prefix(self, holding: Holding, key: bytes) -> bool:
         tree, pool = self._tree, self._pool
         match = tree.match(holding.ns, key, len(key) - TOKEN_BYTES)
+        holding.regretted_blocks = self._regretted(match, holding.ns, key)
         holding.cached_tokens = match.n_bytes // TOKEN_BYTES
         holding.cached_public_tokens = self._public_tokens(match)
         n_partial = holding.cached_tokens % self.block_size
@@ -147,14 +154,19 @@ class PrefixCache:
         return True
 
     def _public_tokens(self, match: Match) -> int:
-        """How many of the matched tokens lie in public nodes, which come first on every path."""
-        node, part = match.node, match.offset
-        private_bytes = 0
-        while node.owner is not self._owners.public:
-            private_bytes += part
-            node = node.parent  # type: ignore[assignment]
-            part = node.n_bytes
-        return (match.n_bytes - private_bytes) // TOKEN_BYTES
+        return public_bytes(self._tree, match) // TOKEN_BYTES
+
+    def _regretted(self, match: Match, ns: Namespace, key: bytes) -> int:
+        """How many of the blocks that are missing next had been evicted a short while ago."""
+        ghost = self._tree.ghosts.find(ns, *next_block(match, key, self._tree.block_bytes))
+        return 0 if ghost is None or self._clock() - ghost.evicted_s > REGRET_S else ghost.n_blocks
+
+    def explain(self, ns: Namespace, ids: Ids) -> Explanation:
+        """How much of this prompt is resident, where it leaves what is, and why the rest is not. Changes nothing."""
+        _check_namespace(ns)
+        key = _key(ids, 0, None)
+        with self._lock:
+            return explain(self._tree, ns, key)
 
     # --- growing --------------------------------------------------------------------------------------------------
 
@@ -352,7 +364,7 @@ class PrefixCache:
                         self._tree.set_aside(node)
                     else:
                         one.counters.flushed_blocks += node.n_blocks
-                        self._tree.give_up(node, node.n_blocks)
+                        self._tree.give_up(node, node.n_blocks, Ghost(Cause.FLUSHED, self._clock(), node.n_blocks))
             return before - self._pool.n_tree
 
     # --- operating ------------------------------------------------------------------------------------------------
@@ -461,6 +473,7 @@ class PrefixCache:
         counters.prompt_tokens += holding.prompt_tokens
         counters.hit_tokens += holding.cached_tokens
         counters.hit_public_tokens += holding.cached_public_tokens
+        counters.regretted_blocks += holding.regretted_blocks
 
     def _check_live(self, holding: Holding) -> None:
         if holding not in self._live:

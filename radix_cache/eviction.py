@@ -20,6 +20,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
+from radix_cache.ghosts import Cause, Ghost
+
 if TYPE_CHECKING:
     from radix_cache.owners import Owner, Owners
     from radix_cache.tree import Node, RadixTree
@@ -114,9 +116,10 @@ class Evictor:
     warmer costs nothing until then: O(log owners) per node given up.
     """
 
-    def __init__(self, owners: Owners, tree: RadixTree) -> None:
+    def __init__(self, owners: Owners, tree: RadixTree, clock: Callable[[], float]) -> None:
         self._owners = owners
         self._tree = tree
+        self._clock = clock
         self._queues: dict[float, list[tuple[float, int, Owner]]] = {}
         self._serial = itertools.count()  # breaks ties in the heaps
 
@@ -167,12 +170,15 @@ class Evictor:
             self._tree.set_aside(node)
             return 0
         n_taken = min(n_blocks, node.n_blocks)
-        freed = self._tree.give_up(node, n_taken)
         if owner is asking:
+            cause = Cause.OWN_PRESSURE
             owner.counters.evicted_by_own_blocks += n_taken
         else:
+            cause = Cause.OTHERS_PRESSURE
             owner.counters.evicted_by_others_blocks += n_taken
-        return freed
+        if node.lease_ended:
+            cause = Cause.LEASE_EXPIRED
+        return self._tree.give_up(node, n_taken, Ghost(cause, self._clock(), n_taken))
 
     def _next_owner(self, asking: Owner) -> Owner | None:
         """The owner above its reserve whose coldest node is the oldest for its weight."""

@@ -44,6 +44,7 @@ class Holding:
         "pin",
         "prompt_tokens",
         "published_tokens",
+        "regretted_blocks",
         "table",
     )
 
@@ -66,6 +67,8 @@ class Holding:
         """Whole blocks up to here are in the tree, which holds this path for the sequence."""
         self.pin: Pin | None = None
         self.counted = False
+        self.regretted_blocks = 0
+        """Missing at acquire, and evicted a short while before."""
 
     @property
     def blocks(self) -> Blocks:

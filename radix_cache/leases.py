@@ -191,6 +191,7 @@ class Leases:
         assert node is not None
         self._active.remove(lease)
         node.lease = lease.node = None
+        node.lease_ended = True
         self._count(node, -1)
         self._tree.unlock(node)
 

@@ -38,6 +38,8 @@ class OwnerCounters:
     evicted_by_others_blocks: int = 0
     flushed_blocks: int = 0
     revoked_blocks: int = 0
+    regretted_blocks: int = 0
+    """Evicted and wanted again within an hour."""
     leases_granted: int = 0
     leases_refused: int = 0
 

@@ -22,6 +22,8 @@ class OwnerStats:
     evicted_by_others_blocks: int
     flushed_blocks: int
     revoked_blocks: int
+    regretted_blocks: int
+    """Evicted and wanted again within an hour."""
     leases_granted: int
     leases_refused: int
     tree_blocks: int
@@ -81,6 +83,7 @@ def _of(owner: Owner) -> OwnerStats:
         evicted_by_others_blocks=counters.evicted_by_others_blocks,
         flushed_blocks=counters.flushed_blocks,
         revoked_blocks=counters.revoked_blocks,
+        regretted_blocks=counters.regretted_blocks,
         leases_granted=counters.leases_granted,
         leases_refused=counters.leases_refused,
         tree_blocks=owner.tree_blocks,

@@ -19,12 +19,16 @@ import numpy as np
 from radix_cache.blocks import BlockPool, Blocks
 from radix_cache.children import TOKEN_BYTES, Children, common_prefix
 from radix_cache.eviction import Link
+from radix_cache.ghosts import Ghost, Ghosts
 from radix_cache.owners import PUBLIC, Namespace, Owner
 
 if TYPE_CHECKING:
     from radix_cache.leases import Lease
 
 BLOCK_ID_BYTES = 4
+MIN_GHOSTS = 1024
+BLOCKS_PER_GHOST = 4
+"""One ghost for so many blocks of the pool: memory for explanations stays small beside the store's own."""
 
 
 class Node(Link):
@@ -37,6 +41,7 @@ class Node(Link):
         "edge",
         "fence",
         "lease",
+        "lease_ended",
         "leases",
         "listed",
         "locks",
@@ -64,6 +69,7 @@ class Node(Link):
         self.fence: int | None = None  # the step that computes it, until that is confirmed
         self.lease: Lease | None = None  # the one that ends here
         self.leases = 0  # on this node and below
+        self.lease_ended = False  # one did, and nothing has been leased here since
         self.listed = False  # known to the owner's policy
         self.used_at = 0
         self.mark: Any = None
@@ -104,7 +110,8 @@ class RadixTree:
         self.locked_blocks = 0
         self.fenced: dict[int, list[Node]] = {}
         self.roots: dict[Namespace, Node] = {}
-        self._public = public
+        self.ghosts = Ghosts(MIN_GHOSTS + pool.n_blocks // BLOCKS_PER_GHOST)
+        self.public = public
         self._rank = rank  # tells the evictor that an owner has a node to give up
 
     # --- reading --------------------------------------------------------------------------------------------------
@@ -114,7 +121,7 @@ class RadixTree:
         trunk = (PUBLIC, *ns[1:3], "")
         root = self.roots.get(trunk)
         if root is None:
-            root = self.roots[trunk] = Node(trunk, self._public, b"", b"")
+            root = self.roots[trunk] = Node(trunk, self.public, b"", b"")
         return root
 
     def match(self, ns: Namespace, key: bytes, limit: int) -> Match:
@@ -186,6 +193,14 @@ class RadixTree:
             found = node.branches[ns].get(first_block)
         return found
 
+    def depth(self, node: Node | None) -> int:
+        """Blocks from the root to the end of `node`."""
+        n_blocks = 0
+        while node is not None and node.parent is not None:
+            n_blocks += node.n_blocks
+            node = node.parent
+        return n_blocks
+
     def path_blocks(self, node: Node) -> Blocks:
         """The physical blocks from the root to the end of `node`: int32 [blocks]."""
         parts = []
@@ -211,7 +226,7 @@ class RadixTree:
         cut = n_blocks * self.block_bytes
         upper = Node(node.ns, node.owner, node.edge[:cut], node.blocks[: n_blocks * BLOCK_ID_BYTES])
         upper.locks, upper.fence, upper.used_at, upper.mark = node.locks, node.fence, node.used_at, node.mark
-        upper.leases = node.leases
+        upper.leases, upper.lease_ended = node.leases, node.lease_ended
         if upper.fence is not None:
             self.fenced[upper.fence].append(upper)
         upper.parent = parent = node.parent
@@ -316,11 +331,16 @@ class RadixTree:
                 owner.policy.used(node)
             node = node.parent
         self._rank(leaf.owner)
-        self._rank(self._public)
+        self._rank(self.public)
 
-    def give_up(self, leaf: Node, n_blocks: int) -> int:
-        """Take the last n_blocks of an unlocked leaf out of the tree. Returns how many became free."""
+    def give_up(self, leaf: Node, n_blocks: int, ghost: Ghost | None = None) -> int:
+        """Take the last n_blocks of an unlocked leaf out of the tree, remembered by `ghost`. Returns how many became
+        free."""
         kept = leaf.n_blocks - n_blocks
+        if ghost is not None:
+            start = kept * self.block_bytes
+            block = leaf.edge[start : min(start + self.block_bytes, leaf.n_bytes)]
+            self.ghosts.remember(leaf.ns, self.depth(leaf.parent) + kept, block, ghost)
         blocks = leaf.blocks[kept * BLOCK_ID_BYTES : leaf.n_blocks * BLOCK_ID_BYTES]
         owner = leaf.owner
         if kept == 0:
