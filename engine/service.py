@@ -67,6 +67,8 @@ class EngineService:
         self._terminations = 0
         self._draining = False
         self._cut_off = False
+        self._deadlines: list[threading.Timer] = []
+        """Of a drain: they end with the service."""
         self._exit_code = 0
 
     @property
@@ -84,6 +86,8 @@ class EngineService:
         self._steps.stop()
         self._steps.join(CUT_OFF_GRACE_S)
         self._server.close(LAST_SEND_S)
+        for timer in self._deadlines:
+            timer.cancel()
         return self._exit_code
 
     def terminate(self) -> None:
@@ -144,6 +148,7 @@ class EngineService:
             timer = threading.Timer(delay_s, action)
             timer.daemon = True
             timer.start()
+            self._deadlines.append(timer)
 
     def _cut_off_rest(self) -> None:
         if not self._cut_off:

@@ -98,6 +98,10 @@ def engine():
         service.terminate()
         thread.join(20)
         assert not thread.is_alive()
+        for timer in threading.enumerate():
+            if isinstance(timer, threading.Timer):
+                timer.join(10)
+                assert not timer.is_alive(), "a deadline outlives the service, and would end this process"
 
 
 def submit(request_id="r", max_tokens=3, owner="acme", **changes):
