@@ -15,6 +15,8 @@ import pytest
 from tests.end_to_end.server import Server, eventually
 
 N_CLIENTS = 16
+MIN_REQUESTS = 8
+"""Of each client, however slow the machine is."""
 TENANTS = ("acme", "globex")
 CLASSES = {
     "uncached_tokens": "prompt_uncached",
@@ -82,9 +84,11 @@ async def load(server: Server, model: str, seconds: float) -> dict[str, Told]:
 
     async def client_loop(index: int) -> None:
         rng, tenant = random.Random(index), TENANTS[index % 2]
+        n_sent = 0
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-            while time.monotonic() < deadline:
+            while n_sent < MIN_REQUESTS or time.monotonic() < deadline:
                 await one_request(client, model, server.key(tenant), rng, told[tenant])
+                n_sent += 1
 
     await asyncio.gather(*map(client_loop, range(N_CLIENTS)))
     return told
@@ -101,7 +105,7 @@ def settled(server: Server, requests: int) -> bool:
 
 def assert_books_agree(server: Server, model: str, told: dict[str, Told]) -> None:
     assert not any(one.bad for one in told.values()), [one.bad[:3] for one in told.values()]
-    eventually(lambda: settled(server, sum(one.requests for one in told.values())))
+    eventually(lambda: settled(server, sum(one.requests for one in told.values())), 60)
     rows = usage_rows(server)
     for tenant, one in told.items():
         row = rows[tenant]
