@@ -10,22 +10,35 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from engine.client import EngineUnavailable, Stream
-from engine.protocol import Accepted, Delta, EngineError, Finished, PromptRecord, Sampling, Submit
+from engine.protocol import Accepted, Breakpoint, Delta, EngineError, Finished, Sampling, Submit
 from gateway.accounting import Accounting, Bill, Usage
 from gateway.errors import ApiError, unavailable
+from gateway.events import Completed as Completed
+from gateway.events import Event as Event
+from gateway.events import OutputFinished as OutputFinished
+from gateway.events import ReasoningDelta as ReasoningDelta
+from gateway.events import Started as Started
+from gateway.events import TextDelta as TextDelta
+from gateway.events import ToolCallDelta as ToolCallDelta
+from gateway.events import ToolCallStarted as ToolCallStarted
 from gateway.metrics import Metrics
+from gateway.output_format import PLAIN, OutputFormat
+from gateway.outputs import Output
 from gateway.prompts import Prompts
+from gateway.prompts import check_length as check_length
 from gateway.quarantine import Quarantine
 from gateway.served import ServedModel
-from gateway.streams import OutputText, ShownLogprob
 from tenants.model import Principal, Status
 
 log = logging.getLogger("radixgate.gateway")
+
+# A logit bias that leaves a token no chance.
+_NEVER = -100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +54,8 @@ class GenerationRequest:
     prompts: Prompts
     prompt_ids: bytes
     """Little-endian int32."""
+    breakpoints: tuple[Breakpoint, ...] = ()
+    output_format: OutputFormat = PLAIN
     sampling: Sampling
     n: int = 1
     stops: tuple[str, ...] = ()
@@ -49,43 +64,22 @@ class GenerationRequest:
 
     def submit(self) -> Submit:
         return Submit(
-            self.id, self.principal.tenant_id, self.prompt_ids, self.sampling, self.n, self.salt, self.use_cache
+            self.id,
+            self.principal.tenant_id,
+            self.prompt_ids,
+            self._sampling(),
+            self.n,
+            self.salt,
+            self.use_cache,
+            breakpoints=self.breakpoints,
         )
 
-
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The engine has admitted the request: its prompt's record is final."""
-
-    prompt: PromptRecord
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    output_index: int
-    text: str
-    logprobs: tuple[ShownLogprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFinished:
-    output_index: int
-    finish_reason: str
-    """stop or length."""
-    stop_sequence: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """The last event of a request that was served."""
-
-    usage: Usage
-
-
-Event = Started | TextDelta | OutputFinished | Completed
+    def _sampling(self) -> Sampling:
+        forbidden = self.output_format.forbidden_ids
+        if not forbidden:
+            return self.sampling
+        bias = dict(self.sampling.logit_bias) | dict.fromkeys(forbidden, _NEVER)
+        return replace(self.sampling, logit_bias=tuple(sorted(bias.items())))
 
 
 # --- core -------------------------------------------------------------------------------------------------------------
@@ -144,20 +138,6 @@ class Core:
             await asyncio.gather(*self._settling, return_exceptions=True)
 
 
-def check_length(n_prompt: int, max_model_len: int, param: str) -> None:
-    """Raises ApiError unless the prompt has a token and leaves room for one."""
-    if n_prompt + 1 > max_model_len:
-        raise ApiError(
-            400,
-            "context_length_exceeded",
-            f"This model's maximum context length is {max_model_len} tokens, and the prompt has {n_prompt} tokens; "
-            "it must leave room for at least one more. Shorten the prompt.",
-            param=param,
-        )
-    if n_prompt == 0:
-        raise ApiError(400, "invalid_value", "The prompt is empty: it needs at least one token.", param)
-
-
 class Generation:
     """One request being served. Iterate for its events; a failure raises ApiError out of the iteration."""
 
@@ -166,7 +146,10 @@ class Generation:
         self._core = core
         self._stream = stream
         self._bill = bill
-        self._outputs = [_Output(request) for _ in range(request.n)]
+        tokenizer, min_tokens = request.prompts.tokenizer, request.sampling.min_tokens
+        self._outputs = [
+            Output(index, tokenizer, request.output_format, request.stops, min_tokens) for index in range(request.n)
+        ]
         self._settled = False
         self._outcome: Status | None = None
 
@@ -209,45 +192,25 @@ class Generation:
                 if message.error is not None:
                     raise engine_failure(message.error)
                 if self._outcome is None:
-                    yield Completed(usage)
+                    yield Completed(usage, sum(output.reasoning_tokens for output in self._outputs))
 
     def _on_delta(self, delta: Delta) -> list[Event]:
         output = self._outputs[delta.output_index]
         if output.finished:
             return []
-        ids, logprobs = delta.token_ids, delta.logprobs
-        if delta.stop_token_id is not None:
-            ids, logprobs = ids[:-1], logprobs[: len(ids) - 1]
-        last = delta.finish_reason is not None
-        # A stop token is counted, though it has no text.
-        piece = output.text.push(ids, delta.n_tokens - (len(delta.token_ids) - len(ids)), logprobs, last=last)
-        events: list[Event] = []
         self._bill.first_token()
-        if piece.text or piece.logprobs:
-            events.append(TextDelta(delta.output_index, piece.text, piece.logprobs))
-        if piece.stopped_at is not None:
-            output.n_tokens = piece.stopped_at
-            self._stream.stop(delta.output_index, piece.stopped_at)
-            events.append(output.finish(delta.output_index, "stop", output.text.stop_sequence))
-        else:
-            output.n_tokens = delta.n_tokens
-            if delta.finish_reason in ("stop", "length"):
-                events.append(output.finish(delta.output_index, delta.finish_reason))
-            # Of an output that failed or was cancelled, Finished tells why.
-            output.finished = delta.finish_reason is not None
-        return events
+        change = output.push(delta)
+        if change.stopped_at is not None:
+            self._stream.stop(delta.output_index, change.stopped_at)
+        return change.events
 
     def _unfinished(self, finished: Finished) -> list[Event]:
-        """Outputs that ended without a last Delta: show what their texts still hold."""
+        """Outputs that ended without a last Delta."""
         events: list[Event] = []
         for index, output in enumerate(self._outputs):
-            if output.finished:
-                continue
-            piece = output.text.push((), output.n_tokens, last=True)
-            if piece.text or piece.logprobs:
-                events.append(TextDelta(index, piece.text, piece.logprobs))
-            reason = finished.finish_reasons[index] if index < len(finished.finish_reasons) else "stop"
-            events.append(output.finish(index, reason))
+            if not output.finished:
+                reasons = finished.finish_reasons
+                events += output.end(reasons[index] if index < len(reasons) else "stop")
         return events
 
     async def _drain(self) -> None:
@@ -274,22 +237,6 @@ class Generation:
 
         await self._core.shielded(close())
         return done[0]
-
-
-@dataclass(slots=True)
-class _Output:
-    request: GenerationRequest = field(repr=False)
-    n_tokens: int = 0
-    finished: bool = False
-    text: OutputText = field(init=False)
-
-    def __post_init__(self) -> None:
-        tokenizer = self.request.prompts.tokenizer
-        self.text = OutputText(tokenizer.detokenizer(), self.request.stops, self.request.sampling.min_tokens)
-
-    def finish(self, index: int, reason: str, stop_sequence: str | None = None) -> OutputFinished:
-        self.finished = True
-        return OutputFinished(index, "length" if reason == "length" else "stop", stop_sequence)
 
 
 def engine_failure(error: EngineError) -> ApiError:

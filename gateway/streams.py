@@ -75,7 +75,7 @@ class OutputText:
         self._detokenizer = detokenizer
         self._finder = StopFinder(stops) if stops else None
         self._min_tokens = min_tokens
-        self._n_decoded = 0
+        self.n_decoded = 0
         """Characters that the tokens so far complete, held ones included."""
         self._n_shown = 0
         self._waiting: list[ShownLogprob] = []
@@ -87,12 +87,14 @@ class OutputText:
         """The next ids. `n_tokens` counts the output's tokens with these; `last`: no more come, show what is held."""
         if self._finder is None and not logprobs and not self._waiting:
             text = self._detokenizer.push(token_ids) + (self._detokenizer.flush() if last else "")
+            self.n_decoded += len(text)
+            self._n_shown = self.n_decoded
             return OutputPiece(text)
         shown: list[str] = []
         first = n_tokens - len(token_ids) + 1
         for offset, token_id in enumerate(token_ids):
             if offset < len(logprobs):
-                self._waiting.append(ShownLogprob(self._n_decoded, logprobs[offset]))
+                self._waiting.append(ShownLogprob(self.n_decoded, logprobs[offset]))
             shown.append(self._find(self._detokenizer.push((token_id,)), may_stop=first + offset >= self._min_tokens))
             if self.stop_sequence is not None:
                 return self._piece(shown, stopped_at=first + offset)
@@ -104,7 +106,7 @@ class OutputText:
         return self._piece(shown, everything=last)
 
     def _find(self, text: str, *, may_stop: bool) -> str:
-        self._n_decoded += len(text)
+        self.n_decoded += len(text)
         if self._finder is None:
             return text
         shown = self._finder.push(text, may_stop=may_stop)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -43,12 +44,24 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._special_tokens = special_tokens or {}
         self._knows_developer = "developer" in source
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            """The names that it reads: `messages`, perhaps `tools`, `enable_thinking`, ..."""
         except TemplateSyntaxError as error:
             raise TemplateFailed(f"line {error.lineno} of the model's chat template: {error.message}") from error
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether it renders a system message; some refuse the role, others pass it over."""
+        probe = [{"role": "system", "content": "probe-4711"}, {"role": "user", "content": "hi"}]
+        try:
+            return "probe-4711" in self.render(probe)
+        except TemplateFailed:
+            return False
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate | None:

@@ -17,12 +17,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway import auth
-from gateway.accounting import Usage
+from gateway.api import openai_caching
 from gateway.api.bodies import read_object
-from gateway.api.openai_messages import template_messages
+from gateway.api.openai_messages import conversation_messages
 from gateway.api.openai_requests import ChatBody, CommonBody, CompletionBody, prompts_of, read, sampling
-from gateway.api.openai_shapes import DONE, ChatShapes, Choice, CompletionShapes, Shapes
-from gateway.core import Completed, Core, Event, Generation, GenerationRequest, OutputFinished, TextDelta, check_length
+from gateway.api.openai_shapes import DONE, ChatShapes, Choice, CompletionShapes, Head, Shapes
+from gateway.api.openai_tools import choice_of, has_strict, tools_of
+from gateway.conversation import Conversation
+from gateway.core import Completed, Core, Event, Generation, GenerationRequest, Started, check_length
 from gateway.errors import ApiError
 from gateway.middleware import request_id_of
 from gateway.served import ServedModel
@@ -36,12 +38,30 @@ async def chat_completions(request: Request) -> Answer:
     services = services_of(request)
     principal = await auth.tenant(request, services.registry)
     call = read(await read_object(request), ChatBody, request.headers.get("x-cache-salt"))
-    messages = template_messages(call.messages)
+    tools = tools_of(call.tools)
+    conversation, is_cached = openai_caching.apply(
+        Conversation(
+            messages=conversation_messages(call.messages),
+            tools=tools,
+            tool_choice=choice_of(call.tool_choice, tools),
+            parallel_tool_calls=call.parallel_tool_calls,
+            reasoning_effort=call.reasoning_effort,
+            add_generation_prompt=call.add_generation_prompt is not False,
+            continue_final_message=call.continue_final_message,
+            template_variables=call.chat_template_kwargs,
+        ),
+        call.prompt_cache_options,
+    )
+    if has_strict(call.tools):
+        call.ignored = (*call.ignored, "tools.strict")
     model = services.models.get(call.model)
     hello = model.hello
     prompts = await model.prompts()
-    ids = await prompts.chat(messages)
-    check_length(len(ids), hello.max_model_len, "messages")
+    salt = call.cache_salt or ""
+    prompt = await prompts.render(
+        conversation, tenant_id=principal.tenant_id, salt=salt, max_model_len=hello.max_model_len
+    )
+    check_length(len(prompt.ids), hello.max_model_len, "messages")
     call_id = f"chatcmpl-{secrets.token_hex(12)}"
     generation = GenerationRequest(
         id=call_id,
@@ -49,16 +69,16 @@ async def chat_completions(request: Request) -> Answer:
         principal=principal,
         model=model,
         prompts=prompts,
-        prompt_ids=ids.tobytes(),
-        sampling=sampling(call, hello, len(ids)),
+        prompt_ids=prompt.ids.tobytes(),
+        breakpoints=prompt.breakpoints,
+        output_format=prompt.output_format,
+        sampling=sampling(call, hello, len(prompt.ids)),
         n=call.n,
         stops=call.stops,
-        salt=call.cache_salt or "",
-        use_cache=call.use_cache,
+        salt=salt,
+        use_cache=call.use_cache and is_cached,
     )
-    shapes = ChatShapes(
-        call_id, int(time.time()), model.name, _fingerprint(model), call.include_usage, prompts.tokenizer
-    )
+    shapes = ChatShapes(_head(call_id, model, call), call.include_usage, prompts.tokenizer)
     return _answer(services, call, shapes, [generation])
 
 
@@ -73,8 +93,18 @@ async def completions(request: Request) -> Answer:
     call_id = f"cmpl-{secrets.token_hex(12)}"
     generations = []
     for index, prompt in enumerate(given):
-        ids = await prompts.text(prompt) if isinstance(prompt, str) else prompt
-        check_length(len(ids), hello.max_model_len, "prompt" if len(given) == 1 else f"prompt[{index}]")
+        param = "prompt" if len(given) == 1 else f"prompt[{index}]"
+        if isinstance(prompt, str):
+            ids = await prompts.text(
+                prompt,
+                tenant_id=principal.tenant_id,
+                salt=call.cache_salt or "",
+                param=param,
+                max_model_len=hello.max_model_len,
+            )
+        else:
+            ids = prompt
+        check_length(len(ids), hello.max_model_len, param)
         generations.append(
             GenerationRequest(
                 # Several prompts in one call are as many requests to the engine and in the ledger.
@@ -91,15 +121,13 @@ async def completions(request: Request) -> Answer:
                 use_cache=call.use_cache,
             )
         )
-    shapes = CompletionShapes(
-        call_id, int(time.time()), model.name, _fingerprint(model), call.include_usage, prompts.tokenizer
-    )
+    shapes = CompletionShapes(_head(call_id, model, call), call.include_usage, prompts.tokenizer)
     return _answer(services, call, shapes, generations)
 
 
-def _fingerprint(model: ServedModel) -> str:
-    """Changes with the weights and their precision."""
-    return f"fp_{model.hello.revision[:12]}"
+def _head(call_id: str, model: ServedModel, call: CommonBody) -> Head:
+    # The fingerprint changes with the weights and their precision.
+    return Head(call_id, int(time.time()), model.name, f"fp_{model.hello.revision[:12]}", call.service_tier)
 
 
 def _answer(services: Services, call: CommonBody, shapes: Shapes, requests: Sequence[GenerationRequest]) -> Answer:
@@ -125,21 +153,18 @@ class WholeAnswer(_Answer):
         async with AsyncExitStack() as stack:
             generations = await self._begin(stack)
             choices = [Choice() for generation in generations for _ in range(generation.request.n)]
-            usages: list[Usage] = []
+            ends: list[Completed] = []
             async with ClientWatch(receive, lambda: _cancel(generations)):
                 async for index, item in _merged(generations):
-                    if isinstance(item, TextDelta):
-                        choices[index].text.append(item.text)
-                        choices[index].logprobs += item.logprobs
-                    elif isinstance(item, OutputFinished):
-                        choices[index].finish_reason = item.finish_reason
-                    elif isinstance(item, Completed):
-                        usages.append(item.usage)
-            usage = _total(usages)
-            if usage is None:
+                    if isinstance(item, Completed):
+                        ends.append(item)
+                    elif not isinstance(item, Started):
+                        choices[index].add(item)
+            completed = _total(ends)
+            if completed is None:
                 return
-            response = Response(self.shapes.whole(choices, usage), media_type="application/json")
-            response.raw_headers += [*self.headers, _cost_header(usage)]
+            response = Response(self.shapes.whole(choices, completed), media_type="application/json")
+            response.raw_headers += [*self.headers, _cost_header(completed)]
             await response(scope, receive, send)
 
 
@@ -152,9 +177,9 @@ class StreamedAnswer(_Answer):
             watch = ClientWatch(receive, lambda: _cancel(generations))
             async with EventStream(send, self.headers) as stream, watch:
                 try:
-                    usage = await self._write_events(stream, generations)
-                    if usage is not None:
-                        end = self.shapes.usage(usage) if self.include_usage else b""
+                    completed = await self._write_events(stream, generations)
+                    if completed is not None:
+                        end = self.shapes.usage(completed) if self.include_usage else b""
                         await stream.end(end + DONE)
                 except ClientStalled as stalled:
                     _cancel(generations)
@@ -164,26 +189,22 @@ class StreamedAnswer(_Answer):
                         raise
                     await stream.end(event(error.json()))
 
-    async def _write_events(self, stream: EventStream, generations: Sequence[Generation]) -> Usage | None:
+    async def _write_events(self, stream: EventStream, generations: Sequence[Generation]) -> Completed | None:
         """None when the client left."""
         begun: set[int] = set()
-        usages: list[Usage] = []
+        ends: list[Completed] = []
         async for index, item in _merged(generations):
             if isinstance(item, Completed):
-                usages.append(item.usage)
+                ends.append(item)
                 continue
-            if not isinstance(item, TextDelta | OutputFinished):
+            if isinstance(item, Started):
                 continue
-            data = b"" if index in begun else self.shapes.first(index)
+            data = b"" if index in begun else self.shapes.first(index, item)
             begun.add(index)
-            if isinstance(item, TextDelta):
-                data += self.shapes.text(index, item.text, item.logprobs)
-            else:
-                data += self.shapes.finish(index, item.finish_reason)
-            await stream.write(data)
+            await stream.write(data + self.shapes.event(index, item))
             for generation in generations:
                 generation.delivered()
-        return _total(usages)
+        return _total(ends)
 
 
 def _cancel(generations: Sequence[Generation]) -> None:
@@ -191,13 +212,16 @@ def _cancel(generations: Sequence[Generation]) -> None:
         generation.cancel()
 
 
-def _total(usages: Sequence[Usage]) -> Usage | None:
+def _total(ends: Sequence[Completed]) -> Completed | None:
     """None when a generation ended without one: its client left."""
-    return functools.reduce(operator.add, usages) if usages else None
+    if not ends:
+        return None
+    usage = functools.reduce(operator.add, [end.usage for end in ends])
+    return Completed(usage, sum(end.reasoning_tokens for end in ends))
 
 
-def _cost_header(usage: Usage) -> tuple[bytes, bytes]:
-    return (b"x-radixgate-cost-nano-usd", str(usage.cost_nano_usd).encode())
+def _cost_header(completed: Completed) -> tuple[bytes, bytes]:
+    return (b"x-radixgate-cost-nano-usd", str(completed.usage.cost_nano_usd).encode())
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Event]]:

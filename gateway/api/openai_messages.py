@@ -1,57 +1,86 @@
-"""The messages of a chat as its template takes them: plain roles and plain texts."""
+"""The messages of a chat as a conversation's: plain roles, parts of text, calls and their results."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
+from gateway.api.openai_caching import DEFAULT_TTL_S, marker_of
+from gateway.conversation import Message, Part, Role, ToolCall
 from gateway.errors import invalid, unsupported
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_INERT_KEYS = frozenset(["refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning", "name"])
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_INERT_KEYS = frozenset(["refusal", "annotations", "name"])
+_REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
-def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Checked, and with multi-part contents joined by line breaks. Raises ApiError naming the message."""
+def conversation_messages(messages: list[dict[str, Any]], default_ttl_s: int = DEFAULT_TTL_S) -> tuple[Message, ...]:
+    """Checked. Raises ApiError naming the message at fault."""
     if not messages:
         raise invalid("Invalid 'messages': at least one message is needed.", "messages", "empty_array")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return tuple(_message(message, f"messages[{index}]", default_ttl_s) for index, message in enumerate(messages))
 
 
-def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
-    role = message.get("role")
-    if role not in ROLES:
+def _message(message: dict[str, Any], path: str, default_ttl_s: int) -> Message:
+    given = message.get("role")
+    if not isinstance(given, str) or given not in ROLES:
         raise invalid(f"Invalid '{path}.role': expected one of {', '.join(ROLES)}.", f"{path}.role")
-    result: dict[str, Any] = {"role": role, "content": _content(message.get("content"), path)}
+    role = ROLES[given]
+    if role != "assistant" and len(message) == 2 and type(text := message.get("content")) is str and given != "tool":
+        return Message(role=role, parts=(Part(text),))
     for name, value in message.items():
-        if value is None or name in ("role", "content"):
-            continue
-        if name == "tool_calls" and role == "assistant":
-            result["tool_calls"] = _tool_calls(value, f"{path}.tool_calls")
-        elif name in ("tool_call_id", "name"):
-            if not isinstance(value, str):
-                raise invalid(f"Invalid '{path}.{name}': expected a string.", f"{path}.{name}", "invalid_type")
-            result[name] = value
-        elif name in ("audio", "function_call"):
+        if name in ("audio", "function_call") and value is not None:
             raise unsupported(f"{path}.{name}")
-        elif name not in _INERT_KEYS:
+        if name not in _KEYS and value is not None:
             raise invalid(f"Unknown parameter: '{path}.{name[:100]}'.", f"{path}.{name[:100]}", "unknown_parameter")
-    return result
+    call_id = _text(message, "tool_call_id", path)
+    if given == "tool" and call_id is None:
+        raise invalid(
+            f"Missing required parameter: '{path}.tool_call_id'.", f"{path}.tool_call_id", "missing_required_parameter"
+        )
+    calls = message.get("tool_calls")
+    if calls and role != "assistant":
+        raise invalid(f"Invalid '{path}.tool_calls': only the assistant calls tools.", f"{path}.tool_calls")
+    return Message(
+        role=role,
+        parts=_parts(message.get("content"), path, default_ttl_s),
+        tool_calls=_tool_calls(calls, f"{path}.tool_calls"),
+        tool_call_id=call_id,
+        name=_text(message, "name", path),
+        reasoning=next((text for name in _REASONING_KEYS if (text := _text(message, name, path))), None),
+    )
 
 
-def _content(content: Any, path: str) -> str:
+_KEYS = frozenset(
+    ["role", "content", "tool_calls", "tool_call_id", "audio", "function_call", *_REASONING_KEYS, *_INERT_KEYS]
+)
+
+
+def _text(message: dict[str, Any], name: str, path: str) -> str | None:
+    value = message.get(name)
+    if value is not None and not isinstance(value, str):
+        raise invalid(f"Invalid '{path}.{name}': expected a string.", f"{path}.{name}", "invalid_type")
+    return value
+
+
+def _parts(content: Any, path: str, default_ttl_s: int) -> tuple[Part, ...]:
     if isinstance(content, str):
-        return content
+        return (Part(content),)
     if content is None:
         # An assistant's turn may consist of tool calls alone, and clients send turns back as they got them.
-        return ""
+        return ()
     if not isinstance(content, list):
         raise invalid(f"Invalid '{path}.content': expected a string or an array.", f"{path}.content", "invalid_type")
-    return "\n".join(_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
+    return tuple(_part(part, f"{path}.content[{index}]", default_ttl_s) for index, part in enumerate(content))
 
 
-def _part(part: Any, path: str) -> str:
+def _part(part: Any, path: str, default_ttl_s: int) -> Part:
     if not isinstance(part, dict):
         raise invalid(f"Invalid '{path}': expected an object.", path, "invalid_type")
     kind = part.get("type")
@@ -60,22 +89,26 @@ def _part(part: Any, path: str) -> str:
     text = part.get(kind)
     if not isinstance(text, str):
         raise invalid(f"Invalid '{path}.{kind}': expected a string.", f"{path}.{kind}", "invalid_type")
-    return text
+    marker = marker_of(part.get("prompt_cache_breakpoint"), f"{path}.prompt_cache_breakpoint", default_ttl_s)
+    return Part(text, marker)
 
 
-def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Templates want arguments as an object; the API carries them as a text of JSON."""
+def _tool_calls(calls: Any, path: str) -> tuple[ToolCall, ...]:
+    if calls is None:
+        return ()
     if not isinstance(calls, list):
         raise invalid(f"Invalid '{path}': expected an array.", path, "invalid_type")
-    result = []
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid(f"Invalid '{path}[{index}]': expected a function call.", f"{path}[{index}]", "invalid_type")
-        arguments = function.get("arguments", "")
-        try:
-            parsed = orjson.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
-        except orjson.JSONDecodeError:
-            parsed = arguments
-        result.append({**call, "function": {**function, "arguments": parsed}})
-    return result
+    return tuple(_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls))
+
+
+def _tool_call(call: Any, path: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"Invalid '{path}': expected a function call.", path, "invalid_type")
+    call_id, arguments = call.get("id", ""), function.get("arguments", "")
+    if not isinstance(call_id, str):
+        raise invalid(f"Invalid '{path}.id': expected a string.", f"{path}.id", "invalid_type")
+    if not isinstance(arguments, str):
+        path = f"{path}.function.arguments"
+        raise invalid(f"Invalid '{path}': expected a text of JSON.", path, "invalid_type")
+    return ToolCall(call_id, function["name"], arguments)

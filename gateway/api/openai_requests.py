@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from engine.protocol import Hello, Sampling
 from gateway.api.bodies import convert
+from gateway.api.openai_caching import PromptCacheOptions
 from gateway.errors import ApiError, invalid, unsupported
 
 MAX_N = 128
@@ -26,6 +27,9 @@ MAX_PROMPTS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 
 _INT64 = 2**63
+
+
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
 
 class StreamOptions(msgspec.Struct):
@@ -54,6 +58,11 @@ class CommonBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
     user: str | None = None
     metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    service_tier: ServiceTier | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     cache_salt: str | None = None
     use_cache: bool = True
     ignored: tuple[str, ...] = ()
@@ -73,6 +82,14 @@ class ChatBody(CommonBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class CompletionBody(CommonBody, kw_only=True):
@@ -91,25 +108,18 @@ _HARMLESS = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
-        "prompt_cache_options",
         "prompt_cache_retention",
         "prediction",
-        "parallel_tool_calls",
     )
 )
 _INERT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "include_stop_str_in_output": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -121,7 +131,6 @@ _UNSUPPORTED = frozenset(
         "web_search_options",
         "moderation",
         "chat_template",
-        "chat_template_kwargs",
         "documents",
         "truncate_prompt_tokens",
         "prompt_logprobs",
@@ -226,6 +235,11 @@ def _check_chat(call: ChatBody) -> None:
         _within("top_logprobs", call.top_logprobs, 0, 20)
         if not call.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    if call.continue_final_message and call.add_generation_prompt:
+        raise invalid(
+            "'add_generation_prompt' begins a new message and 'continue_final_message' does not: send one of them.",
+            "continue_final_message",
+        )
 
 
 def _check_completion(call: CompletionBody) -> None:

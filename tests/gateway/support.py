@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ CORPUS = [
     "def main():\n    return {'a': 1, \"b\": [2, 3]}\n\n\tdone",
 ]
 TEMPLATE = """{%- for message in messages -%}
-{%- if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif -%}
+{%- if message['content'] == 'refuse me' %}{{ raise_exception('no such words here') }}{% endif -%}
 <|start|>{{ message['role'] }}
 {{ message['content'] }}<|end|>
 {% endfor -%}
@@ -75,12 +75,14 @@ def sentencepiece_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model_dir(path: Path) -> Path:
+def write_model_dir(path: Path, template: str = TEMPLATE, added_tokens: Sequence[AddedToken] = ()) -> Path:
     """A model's folder as far as a gateway reads one."""
     path.mkdir(parents=True, exist_ok=True)
-    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(list(added_tokens))
+    tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}, "bos_token": "<|start|>"}))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "chat_template.jinja").write_text(template)
     return path
 
 
@@ -139,17 +141,28 @@ async def _people(services: Services) -> dict[str, str]:
 
 
 @contextmanager
-def live_gateway(directory: Path, redis_url: str, **options: Any) -> Iterator[LiveGateway]:
+def live_gateway(
+    directory: Path,
+    redis_url: str,
+    *,
+    template: str = TEMPLATE,
+    added_tokens: Sequence[AddedToken] = (),
+    max_model_len: int = 256,
+    **options: Any,
+) -> Iterator[LiveGateway]:
     """A server that serves the model `tiny` (alias `small`) by a NullEngine made with `options`."""
-    model_dir = write_model_dir(directory / "model")
+    model_dir = write_model_dir(directory / "model", template, added_tokens)
     tokenizer = GatewayTokenizer.load(model_dir)
-    hello = null_hello(model_dir=str(model_dir), max_model_len=256, vocab_size=tokenizer.vocab_size, revision="rev")
+    hello = null_hello(
+        model_dir=str(model_dir), max_model_len=max_model_len, vocab_size=tokenizer.vocab_size, revision="rev"
+    )
     engine = NullEngine(hello=hello, **options)
     services = Services(
         directory / "data", store.connect(redis_url), Models([ServedModel("tiny", engine, aliases=["small"])])
     )
     app: Starlette = application(services, max_body_bytes=100_000)
-    listener = socket.socket()
+    # The protocol must be named: asyncio sends small writes at once only where it sees TCP.
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)

@@ -6,14 +6,20 @@ import json
 import threading
 
 import pytest
+from tokenizers import processors
 
+from gateway.conversation import Conversation, Message, Part
 from gateway.errors import ApiError
 from gateway.prompts import INLINE_CHARACTERS, Prompts
 from gateway.templates import ChatTemplate, TemplateFailed
 from gateway.tokenizer import Tokenizer, TokenizerMissing
-from tests.gateway.support import byte_level_tokenizer, write_model_dir
+from tests.gateway.support import byte_level_tokenizer, sentencepiece_tokenizer, write_model_dir
 
 HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(*texts: str) -> Conversation:
+    return Conversation(messages=tuple(Message(role="user", parts=(Part(text),)) for text in texts))
 
 
 def render(source: str, messages=HI, **variables) -> str:
@@ -95,7 +101,7 @@ def test_a_folder_without_a_template_or_a_tokenizer(tmp_path):
 def test_a_model_without_a_template_refuses_chats(run):
     async def main():
         with pytest.raises(ApiError) as refusal:
-            await Prompts(Tokenizer(byte_level_tokenizer()), None).chat(HI)
+            await Prompts(Tokenizer(byte_level_tokenizer()), None).render(chat("hi"), tenant_id="t")
         return refusal.value.code
 
     assert run(main) == "no_chat_template"
@@ -105,20 +111,78 @@ def test_long_prompts_are_tokenized_off_the_event_loop(run, tmp_path):
     async def main():
         prompts = await Prompts.load(write_model_dir(tmp_path))
         seen = []
-        encode = prompts.tokenizer.encode
+        segments = prompts.tokenizer.segments
 
-        def noting(text, **options):
+        def noting(pieces):
             seen.append(threading.current_thread() is threading.main_thread())
-            return encode(text, **options)
+            return segments(pieces)
 
-        prompts.tokenizer.encode = noting
+        prompts.tokenizer.segments = noting
         short, long = "a" * 10, "fox " * INLINE_CHARACTERS
         ids = [
-            await prompts.text(short),
-            await prompts.text(long),
-            await prompts.chat([{"role": "user", "content": long}]),
+            await prompts.text(short, tenant_id="t"),
+            await prompts.text(long, tenant_id="t"),
+            (await prompts.render(chat(long), tenant_id="t")).ids,
         ]
-        assert list(ids[1]) == list(encode(long, add_special_tokens=True))
+        assert ids[1] == prompts.tokenizer.encode(long, add_special_tokens=True)
         return seen
 
     assert run(main) == [True, False, False]
+
+
+def test_only_what_is_new_is_tokenized(run, tmp_path):
+    async def main():
+        prompts = await Prompts.load(write_model_dir(tmp_path))
+        first = await prompts.render(chat("one", "two"), tenant_id="t")
+        cache, new = prompts.segments.of("t"), []
+        segments = prompts.tokenizer.segments
+        prompts.tokenizer.segments = lambda pieces: new.extend(pieces) or segments(pieces)
+        second = await prompts.render(chat("one", "two", "three"), tenant_id="t")
+        assert new == ["<|start|>user\nthree"] and cache.hits > 0
+        again = await prompts.render(chat("one", "two"), tenant_id="u")
+        assert len(new) > 1, "what one tenant sent is new to another"
+        n_same = len(first.ids) - len(prompts.tokenizer.encode("<|start|>assistant\n", add_special_tokens=False))
+        return first.ids == again.ids, second.ids[:n_same] == first.ids[:n_same]
+
+    assert run(main) == (True, True)
+
+
+def test_a_bare_text_keeps_the_special_tokens_around_it(run):
+    backend = byte_level_tokenizer()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A <|end|>", special_tokens=[("<|start|>", 0), ("<|end|>", 1)]
+    )
+    tokenizer = Tokenizer(backend)
+
+    async def main():
+        prompts = Prompts(tokenizer, None)
+        texts = ("", "fox", "a<|end|>b")
+        return [await prompts.text(text, tenant_id="t") for text in texts] == [
+            tokenizer.encode(text, add_special_tokens=True) for text in texts
+        ]
+
+    assert run(main)
+
+
+def test_what_is_certainly_too_long_is_refused_before_it_is_tokenized(run, tmp_path):
+    async def main():
+        prompts = await Prompts.load(write_model_dir(tmp_path))
+        prompts.tokenizer.segments = lambda pieces: pytest.fail("was tokenized")
+        texts = []
+        for attempt in (
+            prompts.text("fox " * 100_000, tenant_id="t", max_model_len=1000),
+            prompts.render(chat("fox " * 100_000), tenant_id="t", max_model_len=1000),
+        ):
+            with pytest.raises(ApiError, match=r"the prompt has at least [0-9]{4,} tokens") as refusal:
+                await attempt
+            texts.append((refusal.value.code, refusal.value.param))
+        return texts
+
+    assert run(main) == [("context_length_exceeded", "prompt"), ("context_length_exceeded", "messages")]
+
+
+def test_the_least_number_of_tokens_is_never_too_large():
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    for text in ("", "a", " " * 100, "The quick brown fox " * 50, "🙂" * 30, "<|start|>" * 40):
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert Tokenizer(sentencepiece_tokenizer()).min_tokens("x" * 1000) == 0

@@ -21,6 +21,35 @@ def content(value: object) -> dict:
     return {**OK, "messages": [{"role": "user", "content": value}]}
 
 
+def message(role: str = "user", **fields: object) -> dict:
+    return {**OK, "messages": [{"role": role, "content": "x", **fields}]}
+
+
+def named(name: str) -> dict:
+    return {"type": "function", "function": {"name": name}}
+
+
+def tool(**function: object) -> dict:
+    return {**OK, "tools": [{"type": "function", "function": {"name": "f", **function}}]}
+
+
+def allowed(mode: str, *tools: object) -> dict:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+def nested_schema(depth: int) -> dict:
+    return {"not": nested_schema(depth - 1)} if depth else {}
+
+
+def marked(breakpoint_: object) -> dict:
+    return content([{"type": "text", "text": "x", "prompt_cache_breakpoint": breakpoint_}])
+
+
+TOOL = named("f")
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ALLOWED = "tool_choice.allowed_tools"
+PART = "messages[0].content[0].prompt_cache_breakpoint"
+
 BODIES = [
     # body, status, code, param
     (b"", 400, "invalid_json", None),
@@ -51,7 +80,19 @@ BODIES = [
     (content([7]), 400, "invalid_type", "messages[0].content[0]"),
     (content([{"type": "text", "text": None}]), 400, "invalid_type", "messages[0].content[0].text"),
     (content([{"type": "image_url", "image_url": {}}]), 400, "unsupported_parameter", "messages[0].content[0].type"),
-    ({**OK, "messages": [{"role": "tool", "content": "x"}]}, 400, "template_error", "messages"),
+    (content("refuse me"), 400, "template_error", "messages"),
+    (message("tool"), 400, "missing_required_parameter", "messages[0].tool_call_id"),
+    (message(tool_call_id=1), 400, "invalid_type", "messages[0].tool_call_id"),
+    (message(name=1), 400, "invalid_type", "messages[0].name"),
+    (message(audio={"id": "a"}), 400, "unsupported_parameter", "messages[0].audio"),
+    (message(tool_calls=[CALL]), 400, "invalid_value", "messages[0].tool_calls"),
+    (message("assistant", tool_calls="x"), 400, "invalid_type", "messages[0].tool_calls"),
+    (message("assistant", tool_calls=["x"]), 400, "invalid_type", "messages[0].tool_calls[0]"),
+    (message("assistant", tool_calls=[{"function": {"name": 1}}]), 400, "invalid_type", "messages[0].tool_calls[0]"),
+    (message("assistant", tool_calls=[{**CALL, "id": 1}]), 400, "invalid_type", "messages[0].tool_calls[0].id"),
+    (message("assistant", tool_calls=[{"function": {"name": "f", "arguments": {}}}]), 400, "invalid_type",
+     "messages[0].tool_calls[0].function.arguments"),
+    (message("assistant", reasoning_content=[]), 400, "invalid_type", "messages[0].reasoning_content"),
     ({**OK, "messages": [{"role": "user", "colour": 1}]}, 400, "unknown_parameter", "messages[0].colour"),
     ({**OK, "temperature": -1}, 400, "invalid_value", "temperature"),
     ({**OK, "temperature": 2.1}, 400, "invalid_value", "temperature"),
@@ -92,7 +133,66 @@ BODIES = [
     ({**OK, "stream_options": {"include_usage": 1}}, 400, "invalid_type", "stream_options.include_usage"),
     ({**OK, "metadata": {"a": 1}}, 400, "invalid_type", "metadata[...]"),
     ({**OK, "cache_salt": "x" * 257}, 400, "invalid_value", "cache_salt"),
-    ({**OK, "tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
+    ({**OK, "tools": "x"}, 400, "invalid_type", "tools"),
+    ({**OK, "tools": ["x"]}, 400, "invalid_type", "tools[0]"),
+    ({**OK, "tools": [{"type": "function"}]}, 400, "missing_required_parameter", "tools[0].function"),
+    ({**OK, "tools": [{"type": "custom", "custom": {}}]}, 400, "unsupported_parameter", "tools[0].type"),
+    ({**OK, "tools": [{"type": "spoon"}]}, 400, "invalid_value", "tools[0].type"),
+    (tool(name=None), 400, "invalid_type", "tools[0].function.name"),
+    (tool(name="has space"), 400, "invalid_value", "tools[0].function.name"),
+    (tool(name="x" * 65), 400, "invalid_value", "tools[0].function.name"),
+    (tool(description=1), 400, "invalid_type", "tools[0].function.description"),
+    (tool(strict="yes"), 400, "invalid_type", "tools[0].function.strict"),
+    (tool(parameters=[]), 400, "invalid_type", "tools[0].function.parameters"),
+    (tool(parameters={"type": "array"}), 400, "invalid_value", "tools[0].function.parameters.type"),
+    (tool(parameters={"properties": []}), 400, "invalid_type", "tools[0].function.parameters.properties"),
+    (tool(parameters={"properties": {"a": 1}}), 400, "invalid_type", "tools[0].function.parameters.properties.a"),
+    (tool(parameters={"properties": {"a": {"type": "str"}}}), 400, "invalid_value",
+     "tools[0].function.parameters.properties.a.type"),
+    (tool(parameters={"required": "a"}), 400, "invalid_type", "tools[0].function.parameters.required"),
+    (tool(parameters={"anyOf": {}}), 400, "invalid_type", "tools[0].function.parameters.anyOf"),
+    (tool(parameters={"properties": {"a": {"enum": 1}}}), 400, "invalid_type",
+     "tools[0].function.parameters.properties.a.enum"),
+    (tool(parameters=nested_schema(40)), 400, "invalid_value",
+     "tools[0].function.parameters" + ".not" * 32),
+    ({**OK, "tools": [TOOL, TOOL]}, 400, "invalid_value", "tools"),
+    ({**OK, "tools": [named(f"f{i}") for i in range(129)]}, 400, "invalid_value", "tools"),
+    ({**OK, "tool_choice": "required"}, 400, "invalid_value", "tool_choice"),
+    ({**OK, "tools": [TOOL], "tool_choice": "maybe"}, 400, "invalid_value", "tool_choice"),
+    ({**OK, "tools": [TOOL], "tool_choice": 1}, 400, "invalid_type", "tool_choice"),
+    ({**OK, "tools": [TOOL], "tool_choice": {"type": "spoon"}}, 400, "invalid_value", "tool_choice"),
+    ({**OK, "tools": [TOOL], "tool_choice": {"type": "function"}}, 400, "invalid_type", "tool_choice"),
+    ({**OK, "tools": [TOOL], "tool_choice": named("g")}, 400, "invalid_value", "tool_choice"),
+    ({**OK, "tools": [TOOL], "tool_choice": allowed("often", TOOL)}, 400, "invalid_value", f"{ALLOWED}.mode"),
+    ({**OK, "tools": [TOOL], "tool_choice": allowed("auto")}, 400, "invalid_type", f"{ALLOWED}.tools"),
+    ({**OK, "tools": [TOOL], "tool_choice": allowed("auto", 1)}, 400, "invalid_type", f"{ALLOWED}.tools[0]"),
+    ({**OK, "parallel_tool_calls": "no"}, 400, "invalid_type", "parallel_tool_calls"),
+    ({**OK, "functions": [{"name": "f"}]}, 400, "unsupported_parameter", "functions"),
+    (marked([]), 400, "invalid_type", PART),
+    (marked({}), 400, "invalid_value", f"{PART}.mode"),
+    (marked({"mode": "implicit"}), 400, "invalid_value", f"{PART}.mode"),
+    (marked({"mode": "explicit", "ttl": "5m"}), 400, "invalid_value", f"{PART}.ttl"),
+    (marked({"mode": "explicit", "ttl": 1800}), 400, "invalid_value", f"{PART}.ttl"),
+    (marked({"mode": "explicit", "x": 1}), 400, "unknown_parameter", f"{PART}.x"),
+    ({**OK, "prompt_cache_options": []}, 400, "invalid_type", "prompt_cache_options"),
+    ({**OK, "prompt_cache_options": {"mode": "sometimes"}}, 400, "invalid_type", "prompt_cache_options.mode"),
+    ({**OK, "prompt_cache_options": {"ttl": "12h"}}, 400, "invalid_type", "prompt_cache_options.ttl"),
+    ({**OK, "prompt_cache_options": {"x": 1}}, 400, "invalid_type", "prompt_cache_options"),
+    ({**OK, "prompt_cache_retention": "1h"}, 400, "invalid_type", "prompt_cache_retention"),
+    ({**OK, "prompt_cache_key": 1}, 400, "invalid_type", "prompt_cache_key"),
+    ({**OK, "safety_identifier": {}}, 400, "invalid_type", "safety_identifier"),
+    ({**OK, "store": "yes"}, 400, "invalid_type", "store"),
+    ({**OK, "service_tier": "first"}, 400, "invalid_type", "service_tier"),
+    ({**OK, "metadata": {"k" * 65: "v"}}, 400, "invalid_value", "metadata"),
+    ({**OK, "metadata": {"k": "v" * 513}}, 400, "invalid_value", "metadata"),
+    ({**OK, "metadata": {str(i): "" for i in range(17)}}, 400, "invalid_value", "metadata"),
+    ({**OK, "continue_final_message": True}, 400, "invalid_value", "continue_final_message"),
+    ({**OK, "continue_final_message": True, "add_generation_prompt": True}, 400, "invalid_value",
+     "continue_final_message"),
+    ({**OK, "chat_template_kwargs": {"messages": []}}, 400, "invalid_value", "chat_template_kwargs.messages"),
+    ({**OK, "chat_template_kwargs": {"enable_thinking": False}}, 400, "invalid_value",
+     "chat_template_kwargs.enable_thinking"),
+    ({**OK, "reasoning_effort": "extreme"}, 400, "invalid_type", "reasoning_effort"),
     ({**OK, "response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
     ({**OK, "echo": True}, 400, "unsupported_parameter", "echo"),
     ({**OK, "reasoning_effort": "high"}, 400, "unsupported_parameter", "reasoning_effort"),

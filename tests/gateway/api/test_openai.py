@@ -10,6 +10,7 @@ import pytest
 
 from engine.client import Stream
 from engine.protocol import Accepted, Delta, EngineError, Finished, PromptRecord, Submit, TokenLogprob
+from gateway.sse import EventStream
 from tests.gateway.conftest import REPLY
 from tests.gateway.support import PROMPT, TEMPLATE, LiveGateway
 
@@ -341,3 +342,36 @@ def test_an_output_that_fails_in_mid_stream_has_no_finish_reason_but_an_error(ga
     assert answer.status_code == 200 and "secret" not in answer.text
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
     assert error["error"]["code"] == "engine_error" and set(error) == {"error"}
+
+
+def test_tools_are_explained_where_the_template_does_not(gateway: LiveGateway):
+    tool = {"type": "function", "function": {"name": "f"}}
+    # The explanation is longer than this model's context.
+    assert gateway.chat(tools=[tool]).json()["error"]["code"] == "context_length_exceeded"
+    assert gateway.chat(tools=[tool], tool_choice="none").status_code == 200
+
+
+def test_a_model_that_does_not_think_shows_tags_as_text(gateway: LiveGateway):
+    gateway.reply("<think>x</think>y")
+    message = gateway.chat().json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "<think>x</think>y", "refusal": None}
+
+
+def test_the_client_reads_on_through_keep_alives(gateway: LiveGateway, monkeypatch):
+    monkeypatch.setitem(EventStream.__init__.__kwdefaults__, "keep_alive_s", 0.01)
+    gateway.engine._delay_s = 0.05
+    gateway.reply("The fox")
+    assert ": keep-alive" in gateway.chat(stream=True).text.partition("data:")[0]
+    chunks = gateway.client().chat.completions.create(model="tiny", messages=PROMPT, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The fox"
+
+
+def test_a_held_tail_is_flushed_and_nothing_of_a_stop_string_is_shown(gateway: LiveGateway):
+    def streamed(**parameters):
+        *chunks, _ = events(gateway.chat(stream=True, **parameters).text)
+        return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+    n_tokens = len(gateway.reply("The fox <STO"))
+    assert n_tokens > 6 and streamed(stop=["<STOP>"]) == "The fox <STO"
+    gateway.reply("The fox <STOP> more")
+    assert streamed(stop=["<STOP>"]) == "The fox "
