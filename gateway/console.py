@@ -149,7 +149,8 @@ def welcome_text(welcome: Welcome) -> str:
 def _curl(welcome: Welcome, key_file: Path) -> list[str]:
     question = "Why is the sky blue? Answer in one sentence."
     messages = [{"role": "user", "content": question}]
-    body = json.dumps({"model": welcome.models[0], "messages": messages, "max_tokens": 60})
+    # Greedy, so that the answer is the same from the cache and its price is the only thing that changes.
+    body = json.dumps({"model": welcome.models[0], "messages": messages, "max_tokens": 60, "temperature": 0})
     return [
         f"  curl -s {welcome.url}/v1/chat/completions \\",
         f'    -H "Authorization: Bearer $(cat {shlex.quote(str(key_file))})" \\',

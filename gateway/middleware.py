@@ -14,6 +14,7 @@ import time
 import traceback
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, http_error, internal_error
@@ -86,6 +87,8 @@ class Errors:
 
         try:
             await self.app(scope, receive, send_and_note)
+        except ClientDisconnect:
+            return  # nobody is there to answer, and nothing has gone wrong here
         except Exception as raised:
             error = _shown(raised, scope)
             if started:

@@ -47,8 +47,10 @@ class ServedModel:
         return hello
 
     def stage(self) -> str:
-        """Why the engine is not there, in words."""
+        """`ready`, or why the engine is not there, in words."""
         known = self._status.read().engines.get(self.name) if self._status else None
+        if self.engine.hello is not None and (known is None or known.up):
+            return "ready"
         if known is None:
             return "its engine is starting"
         progress = f" ({known.fraction:.0%})" if known.fraction is not None and not known.up else ""

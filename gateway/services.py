@@ -53,6 +53,13 @@ class Services:
             raise RuntimeError("the application has not been started: its lifespan must run")
         return self._ledger
 
+    @property
+    def fault(self) -> str | None:
+        """Why no request can be taken although every process is up."""
+        if self._ledger is not None and not self._ledger.has_room:
+            return "the disk under the ledger is full"
+        return None
+
     async def start(self) -> None:
         """Raises SchemaMismatch, and OSError when the data directory cannot be written. Redis may still be away."""
         try:

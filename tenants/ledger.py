@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from tenants.spool import Spool
 
 PROGRESS_TOKENS = 16
 PROGRESS_S = 0.25
+MIN_FREE_BYTES = 1 << 20
+"""With less than this on the disk, requests are about to be refused."""
 
 _log = logging.getLogger(__name__)
 _NOTHING = TokenUsage()
@@ -221,8 +224,19 @@ class Ledger:
         )
 
     async def shipped(self, timeout_s: float) -> bool:
-        """Wait until Redis has every event that is durable now; False when it took longer."""
-        return await self._shipper.caught_up(timeout_s)
+        """Wait until Redis has the event of every request that has finished; False when it took longer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._closing:
+                    await asyncio.wait(self._closing)
+                return await self._shipper.caught_up(timeout_s)
+        except TimeoutError:
+            return False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the disk under the spool takes new requests."""
+        return shutil.disk_usage(self._spool.files.path).free >= MIN_FREE_BYTES
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Close what is still open as aborted, write everything, ship for up to timeout_s, and release the spools.

@@ -28,7 +28,7 @@ async def list_engines(request: Request) -> Response:
     engines = [
         {
             "name": model.name,
-            "stage": "ready" if model.engine.hello else model.stage(),
+            "stage": model.stage(),
             "hello": asdict(model.engine.hello) if model.engine.hello else None,
             "stats": statistics,
         }

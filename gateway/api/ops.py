@@ -35,8 +35,9 @@ async def readyz(request: Request) -> Response:
 
 
 def readiness(services: Services) -> dict[str, Any]:
-    """`status` is ready or a stage; a server is ready when its supervisor says so and every engine is connected."""
-    engines = {model.name: "ready" if model.engine.hello else model.stage() for model in services.models}
+    """`status` is ready or a stage. A server is ready when its supervisor says so, every engine is connected, and the
+    ledger can take a request."""
+    engines = {model.name: model.stage() for model in services.models}
     away = [name for name, state in engines.items() if state != "ready"]
     if services.status is not None:
         status = services.status.read()
@@ -44,6 +45,8 @@ def readiness(services: Services) -> dict[str, Any]:
             return {"status": status.stage, "message": status.message, "engines": engines}
     if away:
         return {"status": "degraded", "message": f"not connected: {', '.join(away)}", "engines": engines}
+    if services.fault is not None:
+        return {"status": "degraded", "message": services.fault, "engines": engines}
     return {"status": "ready", "message": "", "engines": engines}
 
 

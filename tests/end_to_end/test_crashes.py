@@ -79,6 +79,7 @@ def test_a_stopped_engine_gives_503_and_comes_back(small: Server) -> None:
     hanging = threading.Thread(target=lambda: answers.append(complete(small, max_tokens=1900, ignore_eos=True)))
     hanging.start()
     eventually(lambda: small.get("/readyz").status == 503)
+    assert small.get("/readyz").json["engines"]["tiny-llama"] != "ready"
     hanging.join(30)
     assert [answer.status for answer in answers] == [503]
     assert answers[0].json["error"]["message"]

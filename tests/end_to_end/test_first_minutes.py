@@ -14,14 +14,17 @@ def cached(answer) -> int:
     return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_the_printed_curl_line_works_when_pasted(server: Server) -> None:
+def test_the_printed_curl_line_pasted_twice_keeps_what_it_promises(server: Server) -> None:
     line = re.search(r"^\s*(curl (?:.*\\\n)*.*)", server.log, re.MULTILINE)
     assert line, server.log
-    result = subprocess.run(["bash", "-c", line.group(1)], capture_output=True, text=True, timeout=120)
-    answer = json.loads(result.stdout)
-    assert answer.get("choices"), answer
-    assert answer["choices"][0]["message"]["content"]
-    assert answer["usage"]["prompt_tokens"] > 0
+    answers = []
+    for _ in range(2):
+        result = subprocess.run(["bash", "-c", line.group(1)], capture_output=True, text=True, timeout=120)
+        answers.append(json.loads(result.stdout))
+    first, second = answers
+    assert second["choices"] == first["choices"] and first["choices"][0]["message"]["content"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"] - 1
+    assert 0 < second["usage"]["cost_nano_usd"] < first["usage"]["cost_nano_usd"]
 
 
 def test_the_second_of_two_equal_requests_hits_costs_less_and_says_the_same(server: Server) -> None:

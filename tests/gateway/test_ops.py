@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from gateway.served import Models, ServedModel
 from gateway.services import Services
 from gateway.status import EngineStatus, Status, StatusFile, StatusReader
 from tenants import store
+from tenants.ledger import Ledger
 from tests.gateway.support import LiveGateway
 
 
@@ -24,8 +26,8 @@ def test_health_and_readiness(gateway: LiveGateway):
 
 def test_readiness_follows_the_supervisor(tmp_path: Path):
     engine = NullEngine()
-    socket = EngineStatus("m", "/s", stage="loading", fraction=0.5, message="reading weights")
-    file = StatusFile(tmp_path / "status.json", Status("starting", "loading the model", "", engines={"m": socket}))
+    loading = EngineStatus("m", "/s", stage="loading", fraction=0.5, message="reading weights")
+    file = StatusFile(tmp_path / "status.json", Status("starting", "loading the model", "", engines={"m": loading}))
     status = StatusReader(file.path)
     models = Models([ServedModel("m", engine, status=status)])
     services = Services(tmp_path, store.connect("redis://127.0.0.1:1"), models, status)
@@ -43,6 +45,27 @@ def test_readiness_follows_the_supervisor(tmp_path: Path):
     assert readiness(services)["status"] == "ready"
     file.update(stage="draining")
     assert readiness(services)["status"] == "draining"
+
+
+def test_a_full_disk_is_not_ready(gateway: LiveGateway, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Ledger, "has_room", False)
+    with httpx.Client(base_url=gateway.url) as client:
+        answer = client.get("/readyz")
+    assert (answer.status_code, answer.json()["message"]) == (503, "the disk under the ledger is full")
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_fault_of_ours(
+    gateway: LiveGateway, caplog: pytest.LogCaptureFixture
+):
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n"
+        sock.sendall(f"{head}content-length: 1000\r\n\r\n{{".encode())
+    with httpx.Client(base_url=gateway.url) as client:
+        while not (lines := [line for line in client.get("/metrics").text.splitlines() if 'status="499"' in line]):
+            pass  # the server has yet to notice
+    assert any("chat_completions" in line for line in lines)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_metrics_count_what_was_booked(gateway: LiveGateway):
