@@ -21,7 +21,7 @@ run: venv
 venv: $(RUNTIME_STAMP)
 
 $(RUNTIME_STAMP): pyproject.toml constraints.txt
-	@echo "radixgate: creating $(VENV) (the first time this installs about 1.5 GB with a CPU build of torch)"
+	@echo "radixgate: creating $(VENV) (the first time this installs about 2.3 GB with a CPU build of torch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "radixgate: installing torch"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
