@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gateway.failures import ChildFailed
+from gateway.failures import ChildFailed, child_failure
 from gateway.processes import Child, Children, Lifeline, describe_exit, log_tail
 
 FIRST_BACK_OFF_S = 0.5
@@ -24,6 +24,8 @@ HEALTHY_S = 60.0
 """A child that lived this long starts the back-off anew when it dies."""
 MIN_SILENCE_S = 3.0
 """Beats come once a second; less than this is no silence."""
+MAX_SILENCE_S = 30.0
+"""A child may let work wait for `stall_s`, which may be long; one that is alive at all says so more often."""
 LOADING_SILENCE_S = 600.0
 """Before the first beat: a stage of the start may take long."""
 LOADING_MIN_SILENCE_S = 30.0
@@ -54,7 +56,8 @@ class Keeper:
         command: the command line, given the descriptors of the status pipe and of the lifeline.
         pass_fds: further descriptors that the child inherits.
         on_change: told of every new state.
-        stall_s: how long the child may be silent, or its work wait, before it is replaced.
+        stall_s: how long the child's work may wait, or the child be silent, before it is replaced; silence counts from
+            MAX_SILENCE_S on at the latest.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Keeper:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Until stop(). Raises ChildFailed when the child cannot start; once it was ready it is restarted for ever."""
+        """Until stop(). Raises ServeError when the child cannot start; once it was ready it is restarted for ever."""
         loop = asyncio.get_running_loop()
         deaths = 0
         while not self._stopping.is_set():
@@ -116,7 +119,7 @@ class Keeper:
     # --- one life -----------------------------------------------------------------------------------------------------
 
     async def _run_once(self) -> str:
-        """Start the child and listen until it is gone. Returns why it went. Raises ChildFailed on its own word."""
+        """Start the child and listen until it is gone. Returns why it went. Raises ServeError on its own word."""
         read_fd, write_fd = os.pipe()
         lifeline = Lifeline()
         try:
@@ -167,13 +170,13 @@ class Keeper:
                 self._change(stage=str(message.get("stage", "")), fraction=_number(message.get("fraction")))
             elif kind == "ready":
                 floor_s = MIN_SILENCE_S
-                patience_s = max(self._stall_s, floor_s)
+                patience_s = max(min(self._stall_s, MAX_SILENCE_S), floor_s)
                 self._change(stage="ready", up=True, fraction=None, message="")
                 self.ready.set()
             elif kind == "failed":
                 self._fail(message)
             elif kind == "beat":
-                patience_s = max(self._stall_s, floor_s)
+                patience_s = max(min(self._stall_s, MAX_SILENCE_S), floor_s)
                 waiting_s = _number(message.get("waiting_s")) or 0.0
                 if waiting_s > self._stall_s:
                     return f"work has waited {waiting_s:.0f} s without a finished step"
@@ -182,7 +185,7 @@ class Keeper:
         """The child's own word that it cannot start: final, unless it could before."""
         text = str(message.get("message") or message.get("code") or "it gave no reason")
         if not self.ready.is_set():
-            raise ChildFailed(f"{self.name}: {text}")
+            raise child_failure(str(message.get("code")), f"{self.name}: {text}")
         self._change(stage="restarting", up=False, message=text)
 
     async def _replace(self, child: Child, fault: str) -> None:
