@@ -28,7 +28,7 @@ class ChildFailed(ServeError):
 
 
 class DoesNotFit(ServeError):
-    """The models together need more memory than there is."""
+    """A model, or the models together, need more memory than there is."""
 
     exit_code = 5
 
@@ -37,3 +37,15 @@ class RedisUnusable(ServeError):
     """Redis does not answer, is too old, or does not start."""
 
     exit_code = 6
+
+
+_BY_CODE: dict[str, type[ServeError]] = {
+    "kv_memory_too_small": DoesNotFit,
+    "model_does_not_fit": DoesNotFit,
+    "disk_full": DataDirUnusable,
+}
+
+
+def child_failure(code: str, message: str) -> ServeError:
+    """The error for a child's own word that it cannot start; `code` is its `failed` line's."""
+    return _BY_CODE.get(code, ChildFailed)(message)
