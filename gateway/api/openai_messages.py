@@ -47,9 +47,12 @@ def _message(message: dict[str, Any], path: str, default_ttl_s: int) -> Message:
     calls = message.get("tool_calls")
     if calls and role != "assistant":
         raise invalid(f"Invalid '{path}.tool_calls': only the assistant calls tools.", f"{path}.tool_calls")
+    content = message.get("content")
+    if role != "assistant":
+        _require_content(content, f"{path}.content")
     return Message(
         role=role,
-        parts=_parts(message.get("content"), path, default_ttl_s),
+        parts=_parts(content, path, default_ttl_s),
         tool_calls=_tool_calls(calls, f"{path}.tool_calls"),
         tool_call_id=call_id,
         name=_text(message, "name", path),
@@ -67,6 +70,14 @@ def _text(message: dict[str, Any], name: str, path: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise invalid(f"Invalid '{path}.{name}': expected a string.", f"{path}.{name}", "invalid_type")
     return value
+
+
+def _require_content(content: Any, path: str) -> None:
+    """An empty text says something, if little; no text at all is a client's slip, and its answer would be billed."""
+    if content is None:
+        raise invalid(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
+    if content == []:
+        raise invalid(f"Invalid '{path}': expected a string or at least one part.", path, "empty_array")
 
 
 def _parts(content: Any, path: str, default_ttl_s: int) -> tuple[Part, ...]:

@@ -44,9 +44,11 @@ def test_prompt_too_long_says_both_numbers(server: Server) -> None:
     assert error["code"] == "context_length_exceeded" and "8192" in error["message"]
 
 
-@pytest.mark.parametrize("content", ["", None])
-def test_empty_and_null_contents_are_served(server: Server, content: str | None) -> None:
-    assert server.chat("acme", content, max_tokens=1).status == 200
+def test_an_empty_content_is_served_and_none_is_refused(server: Server) -> None:
+    assert server.chat("acme", "", max_tokens=1).status == 200
+    answer = server.chat("acme", None, max_tokens=1)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "messages[0].content")
+    assert "x-radixgate-cost-nano-usd" not in answer.headers
 
 
 @pytest.mark.parametrize("key", [None, "rg-wrong", "", "not a key, clearly"])

@@ -186,9 +186,12 @@ def test_an_alias_names_the_same_model(gateway: LiveGateway):
     assert gateway.chat(model="small").json()["model"] == "tiny"
 
 
-def test_empty_and_null_contents_and_text_parts(gateway: LiveGateway):
+def test_empty_contents_and_text_parts_are_served_and_no_content_is_refused(gateway: LiveGateway):
+    for content in (None, []):
+        answer = gateway.chat(messages=[{"role": "user", "content": content}])
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    for content in ("", None, parts):
+    for content in ("", parts):
         assert gateway.chat(messages=[{"role": "user", "content": content}]).status_code == 200
     assert (
         b"user\na\nb<"
