@@ -42,6 +42,7 @@ ENGINE_STOP_S = 10.0
 WORKER_GRACE_S = 5.0
 """What a worker has, beyond the drain time, to close its books."""
 FIRST_ANSWER_S = 20.0
+RECANCEL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Supervisor:
         self._hurry = asyncio.Event()
         self._redis_opened = asyncio.Event()
         self._was_ready = False
+        self._stopping = False
         self._redis_up = False
         self._engines: list[Keeper] = []
         self._workers: list[Keeper] = []
@@ -219,8 +221,8 @@ class Supervisor:
         self._judge()
 
     def _child_changed(self, name: str, state: ChildState) -> None:
-        if self._stop_asked.is_set():
-            return
+        if self._stopping or self._stop_asked.is_set():
+            return  # that the parts end is no news, and would stand before the reason
         if state.stage == "restarting":
             self._announcer.warn(f"{name}: {state.message}")
         elif not self._was_ready:
@@ -250,6 +252,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Everything ends, in order, each within its time."""
+        self._stopping = True
         if self._stop_asked.is_set():
             self._announcer.say("radixgate: stopping; requests in flight may end (signal again to hurry)")
         self._status.update(stage="draining", message="the server is stopping")
@@ -257,9 +260,7 @@ class Supervisor:
         drain_s = self._settings.drain_s + WORKER_GRACE_S
         await asyncio.gather(*(worker.stop(drain_s, self._hurry) for worker in self._workers))
         await asyncio.gather(*(engine.stop(ENGINE_STOP_S, self._hurry) for engine in self._engines))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if self._valkey is not None:
             await self._valkey.stop()
         self._status.update(stage="stopped", message="the server has stopped")
@@ -337,6 +338,16 @@ class Supervisor:
     @property
     def _connect_host(self) -> str:
         return self._url.removeprefix("http://").rpartition(":")[0].strip("[]")
+
+
+async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Ends when all of them have. A library may lose a cancellation that meets its own timeout, so it is repeated."""
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=RECANCEL_S)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _status_code(host: str, port: int, path: str) -> int | None:

@@ -1,5 +1,6 @@
 """The supervisor as its users meet it: it starts, it says no in words, it ends in order."""
 
+import asyncio
 import fcntl
 import hashlib
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from gateway.supervisor import cancel_all
 from tests.gateway.fake_server import FakeServer, alive, eventually
 
 MakeServer = Callable[..., FakeServer]
@@ -244,6 +246,26 @@ def test_a_second_signal_does_not_wait_for_a_worker_that_drains(make: MakeServer
     eventually(lambda: "radixgate: stopping" in server.log)
     server.process.send_signal(signal.SIGINT)
     assert server.wait_end() == 0
+
+
+def test_a_cancellation_that_a_library_loses_is_repeated() -> None:
+    lost = []
+
+    async def loses_the_first() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as cancelled:
+            lost.append(cancelled)
+        await asyncio.Event().wait()
+
+    async def main() -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(loses_the_first()) for _ in range(2)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await cancel_all(tasks)
+        return tasks
+
+    assert all(task.cancelled() for task in asyncio.run(main())) and len(lost) == 2
 
 
 def redis_of(server: FakeServer) -> redis.Redis:
